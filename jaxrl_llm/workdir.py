@@ -53,19 +53,17 @@ def describe(changes: Changes) -> list[str]:
   return [f"config.{k}: {a!r} -> {b!r}" for k, (a, b) in changes.items()]
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns dotted keys with their values as in JSON."""
-
-  def walk(group, prefix):
-    for name, value in group.items():
-      path = f"{prefix}{name}"
-      # Some keys have a mapping as their value, such as data.settings.
-      if isinstance(value, Mapping) and path not in config_lib.KEYS:
-        yield from walk(value, f"{path}.")
-      else:
-        yield path, value
-
-  return dict(walk(json.loads(json.dumps(config, default=str)), ""))
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Returns dotted keys, below a prefix, with their values as in JSON."""
+  values = {}
+  for name, value in config.items():
+    key = f"{prefix}{name}"
+    # Some keys have a mapping as their value, such as data.settings.
+    if isinstance(value, Mapping) and key not in config_lib.KEYS:
+      values |= flat(value, f"{key}.")
+    else:
+      values[key] = json.loads(json.dumps(value, default=str))
+  return values
 
 
 def read_config(workdir: pathlib.Path) -> Any:

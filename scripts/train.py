@@ -147,7 +147,7 @@ def run() -> int:
     processes.connect(*all_of_it, patience_s=_PATIENCE_S.value)
   now = f"runs/{datetime.datetime.now():%Y%m%d-%H%M%S}"
   folder = pathlib.Path(_WORKDIR.value or processes.of_first(lambda: now))
-  config = make_config(folder)
+  config = processes.of_first(make_config, folder)
   for path in config.run.plugins:
     plugin.load(path)
   owners = build.make_run(config)

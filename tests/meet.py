@@ -1,7 +1,12 @@
 """Program of tests/processes_test.py: communication between processes."""
 
+import contextlib
+import dataclasses
 import os
+import pathlib
+import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -12,7 +17,9 @@ import numpy as np
 from absl import app, flags
 from jax._src import distributed
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm import checkpoint
+from jaxrl_llm.checkpoint import commit
+from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.sync import across
 from jaxrl_llm.system import processes, signals
 
@@ -21,16 +28,28 @@ _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "")
 _PROCESS_ID = flags.DEFINE_integer("process_id", 0, "")
 _DYING = flags.DEFINE_integer("dying", -1, "")
 _FROZEN = flags.DEFINE_integer("frozen", -1, "")
+_FOLDER = flags.DEFINE_string("folder", "", "")
 _PATIENCE_S = flags.DEFINE_integer("patience_s", 10, "")
 
 
 def refused(function, *args):
-  """Returns the message of the InputError that a call raises."""
+  """Returns the message of the error for users that a call raises."""
   try:
     function(*args)
-  except InputError as error:
+  except (InputError, TrainingStopped) as error:
     return str(error)
   return None
+
+
+def damaged():
+  raise commit.DamagedError(pathlib.Path("run/3"), "a bit")
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+  """A state of host arrays, as many prompt sources have one."""
+
+  scores: np.ndarray
 
 
 def share(items):
@@ -49,6 +68,12 @@ def check(index):
   assert processes.in_shares(share, [1]) == [10]
   assert refused(processes.in_shares, share, [9, 1]) == "9 is too many"
   assert refused(processes.of_first, share, [9]) == "9 is too many"
+  try:  # An error is of the kind that the first process has raised.
+    processes.of_first(damaged)
+  except commit.DamagedError as error:
+    assert error.what == "a bit" and "run/3: this check" in str(error)
+  else:
+    raise AssertionError
   mesh = jax.make_mesh((4,), ("x",))
   rows = np.arange(8.0, dtype=np.float32).reshape(4, 2)
   place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -92,6 +117,41 @@ def check_apart(index):
       for x, value in zip(moved, values):
         assert x.sharding == target
         assert processes.to_host(x).tobytes() == value.tobytes()
+
+
+def check_checkpoints(index, folder, lag_s=5):
+  """Both restore the newest step, though one does not see it for seconds.
+
+  Each has a folder of its own for the storage that they share. The second
+  one's is filled by a thread, the newest step in two parts. The state has
+  arrays that are on no mesh.
+  """
+  here, there = folder / str(index), folder / "0"
+  make = lambda step: {"source": Known(np.full(3, step, np.float32))}
+  with contextlib.closing(checkpoint.Checkpointer(here, keep=2)) as saver:
+    for step in (1, 2):
+      saver.save_states(step, make(step))
+      saver.wait()
+    assert not any(processes.gather(saver.new_errors()))
+
+    def arrive():
+      for part in ("2/source.scores", "2"):
+        time.sleep(lag_s / 2)
+        shutil.copytree(there / part, here / part, dirs_exist_ok=True)
+
+    if index:
+      shutil.copytree(there / "1", here / "1")
+      threading.Thread(target=arrive).start()
+    restore = lambda step: saver.restore_states(step, make(0))["source"].scores
+    found = processes.of_first(checkpoint.steps, here)
+    restored, damaged = checkpoint.newest_undamaged(found, restore)
+    assert found == [1, 2] and restored.tolist() == [2] * 3 and not damaged
+    if index:
+      (here / "2" / "source.scores" / "_METADATA").unlink()
+    processes._APPEARS_S = 0.5
+    said = refused(restore, 2)
+    missing = folder / "1" / "2" / "source.scores" / "_METADATA"
+    assert said.startswith(f"{missing}: process 1-{socket.gethostname()} does")
 
 
 def check_threads(index):
@@ -157,6 +217,8 @@ def main(_):
     return
   check(_PROCESS_ID.value)
   check_apart(_PROCESS_ID.value)
+  folder = pathlib.Path(_FOLDER.value) / "checkpoints"
+  check_checkpoints(_PROCESS_ID.value, folder)
   check_threads(_PROCESS_ID.value)
   check_signals(_PROCESS_ID.value)
   sys.stdout.write("met\n")

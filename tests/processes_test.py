@@ -32,7 +32,7 @@ def meet(folder, *flags, **more):
 
 
 def test_what_one_knows_all_know(tmp_path):
-  started = meet(tmp_path, devices=2)
+  started = meet(tmp_path, f"--folder={tmp_path}", devices=2)
   codes = processes.wait(started)
   texts = [(tmp_path / f"{i}.log").read_text() for i in range(2)]
   assert codes == [0, 0], texts

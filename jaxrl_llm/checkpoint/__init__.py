@@ -1,26 +1,18 @@
 """Checkpoints of training runs."""
 
-from jaxrl_llm.checkpoint.commit import DamagedError, is_step, steps
-from jaxrl_llm.checkpoint.manager import (
-  Checkpointer,
-  load_base,
-  newest_undamaged,
+from jaxrl_llm.checkpoint.commit import (
+  DamagedError as DamagedError,
+  is_step as is_step,
+  steps as steps,
 )
-from jaxrl_llm.checkpoint.state import from_items, targets, to_items
-from jaxrl_llm.checkpoint.trees import load, load_tree, load_whole, save_tree
-
-__all__ = [
-  "Checkpointer",
-  "DamagedError",
-  "from_items",
-  "is_step",
-  "load",
-  "load_base",
-  "load_tree",
-  "load_whole",
-  "newest_undamaged",
-  "save_tree",
-  "steps",
-  "targets",
-  "to_items",
-]
+from jaxrl_llm.checkpoint.manager import (
+  Checkpointer as Checkpointer,
+  load_base as load_base,
+  newest_undamaged as newest_undamaged,
+)
+from jaxrl_llm.checkpoint.trees import (
+  load as load,
+  load_tree as load_tree,
+  load_whole as load_whole,
+  save_tree as save_tree,
+)

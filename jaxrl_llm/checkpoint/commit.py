@@ -27,11 +27,14 @@ class DamagedError(InputError):
   """Raised if a checkpoint differs from what was saved."""
 
   def __init__(self, folder: pathlib.Path, what: str):
-    self.what = what
+    self.folder, self.what = folder, what
     super().__init__(
       f"{folder}: this checkpoint is damaged ({what}); use another step or"
       " another --workdir"
     )
+
+  def __reduce__(self):  # Processes tell each other about it.
+    return type(self), (self.folder, self.what)
 
 
 def steps(directory: pathlib.Path) -> list[int]:
@@ -52,10 +55,9 @@ def num_bytes(trees: Mapping[str, Any]) -> int:
 
 def describe(trees: Mapping[str, Any]) -> dict[str, Any]:
   """Returns shape and dtype of every leaf by its path."""
-  names, leaves = digest.named_leaves(trees)
   return {
     name: {"shape": list(np.shape(leaf)), "dtype": str(leaf.dtype)}
-    for name, leaf in zip(names, leaves)
+    for name, leaf in zip(*digest.named_leaves(trees))
   }
 
 

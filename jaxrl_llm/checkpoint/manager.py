@@ -139,6 +139,7 @@ class Checkpointer:
     Raises:
       DamagedError: The data differ from what was saved.
       InputError: The step does not exist or has other shapes.
+      TrainingStopped: A process does not see a file that the first one sees.
     """
     return trees_lib.load(self.directory / str(step), targets)
 
@@ -156,7 +157,7 @@ class Checkpointer:
 
     Args:
       step: which step.
-      abstract: states as in `checkpoint.targets`.
+      abstract: states as in `state.targets`.
 
     Raises:
       InputError: As in `restore`, or the states have other parts.
@@ -184,7 +185,7 @@ class Checkpointer:
     Raises:
       InputError: It cannot be read or was written by another version.
     """
-    return commit.read(self.directory / str(step), *parts)
+    return processes.of_first(commit.read, self.directory / str(step), *parts)
 
   def saving(self) -> bool:
     """Returns whether a save has begun that was not waited for."""
@@ -255,12 +256,11 @@ def newest_undamaged(
     except commit.DamagedError as error:
       failed = error
     # All processes must restore the same step.
-    wrong = list(filter(None, processes.gather(failed and failed.what)))
-    if wrong:
-      damaged[step] = failed or commit.DamagedError(step, wrong[0])
-    else:
+    failures = list(filter(None, processes.gather(failed)))
+    if not failures:
       line = "checkpoint {} is damaged ({})".format
       return restored, [line(s, e.what) for s, e in damaged.items()]
+    damaged[step] = failures[0]
   if damaged:
     raise damaged[steps[-1]]
   return None, []
@@ -277,6 +277,6 @@ def load_base(
     targets: as of `Checkpointer.restore`, which has the same errors.
   """
   base = directory / _BASE
-  if not (base / commit.FILE).exists():
+  if not processes.of_first((base / commit.FILE).exists):
     base = directory / str(step)
   return trees_lib.load(base, targets)

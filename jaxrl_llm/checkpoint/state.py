@@ -66,12 +66,12 @@ def targets(
   """
   here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   on_host = functools.partial(jax.ShapeDtypeStruct, sharding=here)
+  is_shape = lambda x: set(x) == {"shape", "dtype"}
   found = {}
 
   def target(x):
-    if isinstance(x, jax.ShapeDtypeStruct):
-      return x
-    return on_host(x.shape, x.dtype)
+    placed = isinstance(x, jax.ShapeDtypeStruct)
+    return x if placed else on_host(x.shape, x.dtype)
 
   for path, part in _parts(abstract).items():
     for outer in itertools.accumulate(path.split(".")[:-1], "{}.{}".format):
@@ -80,9 +80,7 @@ def targets(
     if isinstance(part, type):  # A record, which may be absent.
       if values.get(path) is not None:
         found[path] = jax.tree.map(
-          lambda x: on_host(tuple(x["shape"]), np.dtype(x["dtype"])),
-          values[path],
-          is_leaf=lambda x: set(x) == {"shape", "dtype"},
+          lambda x: on_host(**x), values[path], is_leaf=is_shape
         )
     elif _is_plain(part):
       if path not in values or (part is None) != (values[path] is None):
@@ -168,16 +166,11 @@ def _as_dict(record: Any) -> dict[str, Any]:
   }
 
 
-def _from_dict(record: type, tree: Mapping[str, Any]) -> Any:
-  fields = {f.name: f.type for f in dataclasses.fields(record)}
-  return record(
-    **{
-      name: _from_dict(fields[name], x)
-      if dataclasses.is_dataclass(fields[name])
-      else x
-      for name, x in tree.items()
-    }
-  )
+def _from_dict(kind: type, tree: Any) -> Any:
+  if not dataclasses.is_dataclass(kind):
+    return tree
+  fields = {field.name: field.type for field in dataclasses.fields(kind)}
+  return kind(**{k: _from_dict(fields[k], x) for k, x in tree.items()})
 
 
 def _other_parts(path: str) -> InputError:

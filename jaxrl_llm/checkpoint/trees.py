@@ -73,7 +73,8 @@ def load_tree(path: str | os.PathLike, target: Any) -> Any:
 def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
   """Reads some items of a checkpoint; see `Checkpointer.restore`."""
   path = pathlib.Path(path).absolute()
-  record = commit.read(path)
+  record = processes.of_first(commit.read, path)
+  processes.await_files(path)
   names = [commit.saved_name(record, name) for name in targets]
   saved = dict(zip(names, targets.values()))
   commit.check_shapes(path, record, saved)
@@ -99,7 +100,7 @@ def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
     failed = reason(error)
   if failures := list(filter(None, processes.gather(failed))):
     raise commit.DamagedError(path, failures[0])
-  if len(members) < jax.process_count():
+  if jax.process_count() > 1:
     trees = _completed(trees)
   commit.check_bits(path, record, trees)
   return {new: trees[old] for new, old in zip(targets, names)}
@@ -167,9 +168,10 @@ def to_save(trees: Mapping[str, Any], members: set[int]) -> Any:
 
 
 def _completed(trees: Mapping[str, Any]) -> dict[str, Any]:
-  """Completes restored trees in processes that cannot read them.
+  """Makes restored trees the same in all processes, also in those without any.
 
-  Host arrays come from the first process, and arrays of a mesh without a device
+  Host arrays come from the first process, in NumPy: on a device they would be
+  taken for arrays that only one process has. Arrays of a mesh without a device
   of this process have no data here.
   """
   leaves, structure = jax.tree.flatten(dict(trees))

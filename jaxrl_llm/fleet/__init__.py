@@ -8,7 +8,7 @@ imported by its name.
 """
 
 from jaxrl_llm.fleet.alarm import FEWEST, Alarm, detect, slow_hosts, watch
-from jaxrl_llm.fleet.live import HostWatch, describe, suspects
+from jaxrl_llm.fleet.live import HostWatch
 from jaxrl_llm.fleet.reports import Reports, read_reports
 from jaxrl_llm.fleet.scores import THRESHOLD, fill_gaps, median_scores
 
@@ -18,12 +18,10 @@ __all__ = [
   "Alarm",
   "HostWatch",
   "Reports",
-  "describe",
   "detect",
   "fill_gaps",
   "median_scores",
   "read_reports",
   "slow_hosts",
-  "suspects",
   "watch",
 ]

@@ -123,10 +123,8 @@ def detect(
 
 def _compared(roles: Sequence[str]) -> list[np.ndarray]:
   """Returns the hosts of each role with enough hosts."""
-  groups = [
-    np.flatnonzero([name == role for name in roles])
-    for role in dict.fromkeys(roles)
-  ]
+  every = np.asarray(roles)
+  groups = [np.flatnonzero(every == role) for role in dict.fromkeys(roles)]
   return [hosts for hosts in groups if hosts.size >= FEWEST]
 
 

@@ -9,7 +9,6 @@ on the other mesh.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,13 +60,9 @@ def make_move(
         out_specs=P(_AXIS),
       )
     )
+    move = lambda packed: [_on(there, send(_on(everywhere, x))) for x in packed]
     unpack = functools.partial(_unpack, shapes=shapes)
-    unpack = jax.jit(unpack, out_shardings=list(places))
-    return (
-      pack,
-      lambda packed: [_on(there, send(_on(everywhere, x))) for x in packed],
-      unpack,
-    )
+    return pack, move, jax.jit(unpack, out_shardings=list(places))
 
   return move
 
@@ -77,18 +72,14 @@ def _along(devices: Sequence[jax.Device]) -> NamedSharding:
   return NamedSharding(Mesh(np.asarray(devices), (_AXIS,)), P(_AXIS))
 
 
-def _bits(dtype: Any) -> jnp.dtype:
-  return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
-
-
 def _pack(
   arrays: Sequence[jax.Array], *, rows: int, pieces: int
 ) -> list[jax.Array]:
   """Returns the bits of each array, padded, uint [rows, pieces / rows, n]."""
   packed = []
   for x in arrays:
-    bits = jax.lax.bitcast_convert_type(x, _bits(x.dtype)).reshape(-1)
-    bits = jnp.pad(bits, (0, -bits.size % pieces))
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    bits = jnp.pad(bits.reshape(-1), (0, -bits.size % pieces))
     packed.append(bits.reshape(rows, pieces // rows, -1))
   return packed
 

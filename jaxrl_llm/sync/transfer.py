@@ -112,24 +112,23 @@ class WeightTransfer:
         deleted group by group as the new ones arrive; without it both copies
         stay alive.
     """
-    old = replaces and jax.tree.leaves(replaces.params)
-    sent, arrived = {}, [None] * len(self._names)
+    old = jax.tree.leaves(replaces.params) if replaces else []
+    sent, arrived = {}, {}
     for group, program, move in self._programs:
       names = [self._names[i] for i in group]
-      if old is not None and group[0] in self._constant:
+      replaced = [old[i] for i in group] if old else []
+      if replaced and group[0] in self._constant:
         sent |= {name: replaces.checksums[name] for name in names}
-        for i in group:
-          arrived[i] = old[i]
+        arrived |= zip(group, replaced)
         continue
       leaves = program(params)
       sent |= digest.leaf_checksums(names, leaves)
-      if old is not None:
-        for i in group:
-          old[i].delete()
+      for leaf in replaced:
+        leaf.delete()
       # Wait for each group, or all would be in memory at once.
-      for i, leaf in zip(group, processes.ready(move(leaves))):
-        arrived[i] = leaf
-    params = jax.tree.unflatten(self._tree, arrived)
+      arrived |= zip(group, processes.ready(move(leaves)))
+    params = [arrived[i] for i in range(len(self._names))]
+    params = jax.tree.unflatten(self._tree, params)
     return VersionedWeights(params, version, sent)
 
   def checksums(self, params: Any) -> dict[str, int]:

@@ -17,6 +17,7 @@ import collections
 import contextlib
 import itertools
 import os
+import pathlib
 import pickle
 import socket
 import sys
@@ -38,9 +39,9 @@ _patience_s = 0  # Set by `connect`.
 _waited_s = collections.defaultdict(float)  # By thread.
 _cleared = collections.defaultdict(int)  # Messages deleted, by channel.
 _sent = collections.defaultdict(int)  # Messages so far, by name of the thread.
+_APPEARS_S = 30  # Within this time every host sees what another has written.
 _YEAR_MS = 365 * 24 * 3600 * 1000
 _TOGETHER = InputError, TrainingStopped
-_ERRORS = {e.__name__: e for e in (*_TOGETHER, OSError)}
 
 
 def connect(
@@ -252,6 +253,38 @@ def of_first(function: Callable[..., T], *args: Any) -> T:
   return _result(gather(mine)[0])
 
 
+def await_files(folder: pathlib.Path) -> None:
+  """Waits until all processes see a folder's files as the first one does.
+
+  On shared storage a file may appear on other hosts some seconds late.
+
+  Raises:
+    TrainingStopped: A process does not see one after `_APPEARS_S` seconds.
+  """
+  if jax.process_count() == 1:
+    return
+  wanted, end = of_first(_sizes, folder), time.monotonic() + _APPEARS_S
+  while (missing := wanted - _sizes(folder)) and time.monotonic() < end:
+    time.sleep(0.1)
+  lines = [
+    f"{folder / file}: process {name()} does not see it after {_APPEARS_S} s,"
+    " but the first one does; start all of them again on the same storage"
+    for file, _ in sorted(missing)
+  ]
+  for line in itertools.chain.from_iterable(gather(lines[:1])):
+    raise TrainingStopped(line)
+
+
+def _sizes(folder: pathlib.Path) -> set[tuple[str, int]]:
+  """Returns the paths in a folder, itself included, with sizes of files."""
+  with contextlib.suppress(FileNotFoundError):  # Listed, but not there yet.
+    return {
+      (str(file.relative_to(folder)), file.stat().st_size * file.is_file())
+      for file in (folder, *folder.rglob("*"))
+    }
+  return set()
+
+
 def in_shares(
   function: Callable[[Sequence[Any]], Sequence[T]], items: Sequence[Any]
 ) -> list[T]:
@@ -271,20 +304,20 @@ def in_shares(
   return results
 
 
-def _attempt(function, *args) -> tuple[Any, tuple[str, str] | None]:
+def _attempt(function, *args) -> tuple[Any, Exception | None]:
   """Returns the result of a function and the error that it raised."""
   try:
     return function(*args), None
-  except tuple(_ERRORS.values()) as error:
-    kind = next(k for k, e in _ERRORS.items() if isinstance(error, e))
-    return None, (kind, str(error))
+  except _TOGETHER as error:
+    return None, error
+  except OSError as error:
+    return None, OSError(str(error))  # Some kinds of it cannot be pickled.
 
 
-def _result(attempted: tuple[Any, tuple[str, str] | None]) -> Any:
+def _result(attempted: tuple[Any, Exception | None]) -> Any:
   result, failed = attempted
   if failed:
-    kind, text = failed
-    raise _ERRORS[kind](text)
+    raise failed
   return result
 
 
@@ -297,17 +330,15 @@ def put(tree: Any, places: Any) -> Any:
   """
   if jax.process_count() == 1:
     return jax.device_put(tree, places)
+  if places is None:
+    return tree
 
   def put_one(x, place):
     x = np.asarray(x)
-    part = lambda index: x[index]
+    part = x.__getitem__
     return jax.make_array_from_callback(x.shape, place, part, dtype=x.dtype)
 
-  if places is None:
-    return tree
-  if isinstance(places, jax.sharding.Sharding):
-    return jax.tree.map(lambda x: put_one(x, places), tree)
-  return jax.tree.map(put_one, tree, places)
+  return jax.tree.map(put_one, tree, jax.tree.broadcast(places, tree))
 
 
 def to_host(tree: Any) -> Any:
@@ -340,13 +371,8 @@ def _whole(x: Any) -> np.ndarray | None:
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return jax.device_get(x)
   if not x.is_fully_replicated:
-    whole = NamedSharding(x.sharding.mesh, PartitionSpec())
-    x = jax.jit(_identity, out_shardings=whole)(x)
+    x = jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec()))
   return np.asarray(x.addressable_data(0)) if x.addressable_shards else None
-
-
-def _identity(x: T) -> T:
-  return x
 
 
 def _sender(x: Any) -> int:

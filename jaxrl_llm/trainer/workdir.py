@@ -285,12 +285,16 @@ class Workdir:
     what = f"checkpoints {', '.join(map(str, late))} and" if late else "the"
     return f"{what} rows of before are set aside in {folder}"
 
-  @_of_first
   def new_times(self) -> pathlib.Path:
     """Creates the folder with each process's times of phases.
 
     Times of the previous start, perhaps on other hosts, move to `hosts_before`.
     """
+    folder = processes.of_first(self._make_times)
+    processes.await_files(folder)
+    return folder
+
+  def _make_times(self) -> pathlib.Path:
     folder, before = self.path / "hosts", self.path / "hosts_before"
     with self._writing():
       if folder.exists():

@@ -12,6 +12,7 @@ import pytest
 from helpers import tiny_run
 
 from jaxrl_llm import checkpoint, types
+from jaxrl_llm.checkpoint import state as state_lib
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.types import Responses, Rollout
 
@@ -92,20 +93,20 @@ def abstract_of(state):
 def read(abstract, trees, values):
   """Returns the state from parts that were written to disk and read again."""
   values = json.loads(json.dumps(values))
-  wanted = checkpoint.targets({"x": abstract}, values)
+  wanted = state_lib.targets({"x": abstract}, values)
   # A checkpoint restores the requested arrays on the given devices.
   found = jax.tree.map(
     lambda x, target: jax.device_put(x, target.sharding),
     {path: trees[path] for path in wanted},
     wanted,
   )
-  return checkpoint.from_items({"x": abstract}, found, values)["x"]
+  return state_lib.from_items({"x": abstract}, found, values)["x"]
 
 
 class TestRoundTrip:
   def test_in_memory(self):
     state = make_state()
-    trees, values = checkpoint.to_items({"x": state})
+    trees, values = state_lib.to_items({"x": state})
     again = read(abstract_of(state), trees, values)
     chex.assert_trees_all_equal(again, state)
     assert (again.number, again.share, again.name) == (7, 0.1, "text")
@@ -119,20 +120,20 @@ class TestRoundTrip:
 
   def test_on_disk(self, tmp_path):
     state = make_state()
-    trees, values = checkpoint.to_items({"x": state})
+    trees, values = state_lib.to_items({"x": state})
     saver = checkpoint.Checkpointer(tmp_path, keep=1)
     saver.save(3, trees, {"states": values})
     saver.wait()
     values = saver.record(3)["states"]
     abstract = {"x": abstract_of(state)}
-    found = saver.restore(3, checkpoint.targets(abstract, values))
+    found = saver.restore(3, state_lib.targets(abstract, values))
     saver.close()
-    again = checkpoint.from_items(abstract, found, values)["x"]
+    again = state_lib.from_items(abstract, found, values)["x"]
     chex.assert_trees_all_equal(again, state)
     chex.assert_trees_all_equal_dtypes(again.store, state.store)
 
   def test_items_are_named_by_the_way_to_them(self):
-    trees, values = checkpoint.to_items({"x": make_state()})
+    trees, values = state_lib.to_items({"x": make_state()})
     assert set(trees) == {
       "x.params",
       "x.moments",
@@ -148,7 +149,7 @@ class TestRoundTrip:
     for rows in (1, 3):
       part = types.take_rows(state.store, np.arange(rows))
       changed = state.replace(store=part)
-      again = read(abstract, *checkpoint.to_items({"x": changed}))
+      again = read(abstract, *state_lib.to_items({"x": changed}))
       chex.assert_trees_all_equal(again.store, part)
 
 
@@ -171,7 +172,7 @@ def test_a_new_field_is_saved_where_it_is_declared(kind):
   grown = dataclasses.make_dataclass("Grown", ["old", "new"], frozen=True)
   again = read(
     grown(old=0, new=abstract),
-    *checkpoint.to_items({"x": grown(old=1, new=value)}),
+    *state_lib.to_items({"x": grown(old=1, new=value)}),
   )
   assert again.old == 1
   if value is None:
@@ -182,7 +183,7 @@ def test_a_new_field_is_saved_where_it_is_declared(kind):
 
 class TestOtherParts:
   def refusal(self, saved, abstract):
-    trees, values = checkpoint.to_items({"x": saved})
+    trees, values = state_lib.to_items({"x": saved})
     with pytest.raises(InputError) as error:
       read(abstract, trees, values)
     assert "\n" not in str(error.value)
@@ -199,19 +200,19 @@ class TestOtherParts:
 
   def test_a_number_that_the_checkpoint_does_not_know(self):
     state = make_state()
-    trees, values = checkpoint.to_items({"x": state})
+    trees, values = state_lib.to_items({"x": state})
     del values["x.number"]
     with pytest.raises(InputError, match="this run has x.number;"):
       read(abstract_of(state), trees, values)
 
   def test_a_new_tree_that_an_older_checkpoint_lacks(self, tmp_path):
     state = make_state()
-    trees, values = checkpoint.to_items({"x": state})
+    trees, values = state_lib.to_items({"x": state})
     del trees["x.inner.params"]
     saver = checkpoint.Checkpointer(tmp_path, keep=1)
     saver.save(3, trees, {"states": values})
     saver.wait()
-    wanted = checkpoint.targets({"x": abstract_of(state)}, values)
+    wanted = state_lib.targets({"x": abstract_of(state)}, values)
     with pytest.raises(InputError, match="x.inner.params") as error:
       saver.restore(3, wanted)
     saver.close()

@@ -67,7 +67,7 @@ def write_steps(folder, *args, **settings):
 def find(folder):
   return {
     name: (alarm.metric, round(_NOW - alarm.since))
-    for name, alarm in fleet.suspects(folder, _EVERY_S).items()
+    for name, alarm in live.suspects(folder, _EVERY_S).items()
   }
 
 
@@ -158,7 +158,7 @@ class TestSuspects:
     seconds = np.ones((3, 6))
     seconds[0, -4:] = 3.0
     write_steps(tmp_path, seconds)
-    (line,) = fleet.describe(fleet.suspects(tmp_path, _EVERY_S))
+    (line,) = live.describe(live.suspects(tmp_path, _EVERY_S))
     assert line.startswith(
       "suspect host 0-vm: host/reward_s is 3.0 times that of the other hosts"
       " since 20"
