@@ -313,7 +313,7 @@ class TestParts:
       register.optimizer("adamw", lambda schedule: None)
     with pytest.raises(ValueError, match="mode='dr-grpo', expected one of"):
       register.auxiliary("own", lambda logprobs: logprobs, mode="dr-grpo")
-    with pytest.raises(ValueError, match="setting 'own' of your own a default"):
+    with pytest.raises(ValueError, match="custom setting 'own' a default"):
       register.token_input("own", lambda mask, *, own: mask)
     for name in ("values", "writer_logprobs", "part_a", "column_a"):
       with pytest.raises(ValueError, match=f"an input '{name}' already"):
