@@ -280,7 +280,7 @@ class Policy:
     config = self._run_config if self.step is not None else None
     if config is None or not config.model.lora_rank:
       raise InputError(
-        f"{self.path}: has no adapters; a run has them with"
+        f"{self.path}: has no adapters; train a run with"
         " --config.model.lora_rank=16"
       )
     model, params = workdir.load_params(self.path, self.step)

@@ -168,8 +168,8 @@ class Pipeline:
     oldest, newest = age.max(initial=lag), age.min(initial=most)
     if version - batch.version != lag or newest < lag or oldest > most:
       raise RuntimeError(
-        f"weights of version {version} were to be trained on tokens of"
-        f" {lag}..{most} updates before, got {newest}..{oldest} in a batch of"
+        f"weights of version {version} must be trained on tokens that are"
+        f" {lag}..{most} updates old, got {newest}..{oldest} in a batch of"
         f" version {batch.version}"
       )
 

@@ -166,7 +166,7 @@ class RolloutWorker:
     ):
       raise RuntimeError(
         f"{len(begun)} responses were begun, but {len(found)} are handed over,"
-        f" kept or discarded, {len(set(found))} of them different"
+        f" kept or discarded, {len(set(found))} of them distinct"
       )
 
   def prompts_of(self, rollout: Rollout) -> Sequence[Prompt]:

@@ -318,7 +318,7 @@ def check_requests(
         f" {shape}"
       )
   if not len(rollout.sample_id):
-    raise ValueError("there must be requests, got none")
+    raise ValueError("there must be at least one request, got none")
   for row, (status, length) in enumerate(zip(rollout.status, rollout.lengths)):
     if status != Status.TRUNCATED:
       raise ValueError(
@@ -337,5 +337,5 @@ def _check_unique(name, values):
   values, counts = np.unique(np.asarray(values), return_counts=True)
   if np.any(counts > 1):
     raise ValueError(
-      f"{name} must differ, got {values[counts > 1].tolist()} more than once"
+      f"{name} must be unique, got {values[counts > 1].tolist()} more than once"
     )

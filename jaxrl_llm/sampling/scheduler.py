@@ -230,7 +230,7 @@ class Scheduler:
     return left
 
   def _decide(self, rule: SchedulingRule, requests: list[Request]) -> Decision:
-    """Shows the rule the requests and returns its decision."""
+    """Applies the rule to the requests and returns its decision."""
     here = np.asarray([request in self._requests for request in requests])
     active = np.asarray([request.slot is not None for request in requests])
     column = lambda name: np.asarray([r.row[name][0] for r in requests])
@@ -282,7 +282,7 @@ class Scheduler:
     self.stats += EngineStats(preemptions=1)
 
   def _remove(self, requests: Iterable[Request]) -> None:
-    """Removes those of the requests that are in the scheduler."""
+    """Removes requests; ignores those that are not in the scheduler."""
     for request in requests:
       if request in self._requests:
         del self._requests[request]

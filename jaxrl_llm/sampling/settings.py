@@ -77,9 +77,9 @@ class EngineConfig:
     pages = (self.kv_pages or self.slots * longest) // shards
     if pages < longest:
       raise InputError(
-        f"sampler.kv_pages={self.kv_pages} are {pages} on each of {shards}"
-        f" devices, and {self.max_length} tokens of a prompt and its response"
-        f" need {longest}; give at least {shards * longest}"
+        f"sampler.kv_pages={self.kv_pages} gives {pages} on each of {shards}"
+        f" devices, but {self.max_length} tokens of a prompt and its response"
+        f" need {longest}; use at least {shards * longest}"
       )
     return pages
 

@@ -135,7 +135,7 @@ class TestTools:
     own = ENVIRONMENTS.pop("areas")()
     calls = [ask("area", width=3), ask("python", code="1")]
     seen = own.step("".join(f"<tool_call>{x}</tool_call>" for x in calls))
-    assert seen.text == "3.0 m2\nerror: no tool 'python'; there are area"
+    assert seen.text == "3.0 m2\nerror: no tool 'python'; available: area"
     assert own.template_settings["tools"] == [tools.schema(area)]
     with pytest.raises(InputError, match="no docstring"):
       tools.Tools([silent])
