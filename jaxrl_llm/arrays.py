@@ -1,4 +1,4 @@
-"""Array arguments of public functions: lists are taken, shapes are checked."""
+"""Array arguments of public functions: converts lists and checks shapes."""
 
 import functools
 import inspect
@@ -15,15 +15,15 @@ P, R = ParamSpec("P"), TypeVar("R")
 def of_equal_shape(
   *names: str, rows: Sequence[str] = ()
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-  """Makes a function take some arguments as arrays of equal shape.
+  """Decorates a function whose array arguments have equal shapes.
 
   Args:
-    *names: arguments, which may be arrays or (nested) lists of numbers; None
-      stays None.
-    rows: further ones, which have that shape without its last axis, time.
+    *names: names of arguments, which may be arrays or (nested) lists of
+      numbers; None stays None.
+    rows: names of arguments with that shape except for its last axis, time.
 
   Returns:
-    A decorator. Calls raise ValueError if a shape is another one.
+    A decorator. Calls raise ValueError if a shape differs.
   """
 
   def decorate(function):
@@ -51,15 +51,15 @@ def of_equal_shape(
 def of_shape(
   shape: Sequence[int], of: str, /, **arguments: chex.Array
 ) -> list[jax.Array]:
-  """Returns arguments as arrays, which must have a given shape.
+  """Converts arguments to arrays and checks that they have a given shape.
 
   Args:
-    shape: the shape.
-    of: what has this shape, for the message.
-    **arguments: arrays or (nested) lists of numbers, by their names.
+    shape: expected shape.
+    of: description of the expected shape, for the message.
+    **arguments: arrays or (nested) lists of numbers, by name.
 
   Raises:
-    ValueError: An argument has another shape.
+    ValueError: An argument has a different shape.
   """
   shape = tuple(shape)
   arrays = {name: jnp.asarray(x) for name, x in arguments.items()}

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from jaxrl_llm.arrays import of_equal_shape
 
-# exp(±20) is about 5e8 and 2e-9: far outside any trust region, far inside
-# float32.
+# exp(±20) is about 5e8 and 2e-9: far outside any trust region, but well within
+# the range of float32.
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -15,9 +15,9 @@ def logprobs_from_logits(logits: chex.Array, tokens: chex.Array) -> jax.Array:
   """Log-probability of each token, log π(a) = z_a - log Σ_v exp z_v.
 
   Args:
-    logits: [..., V], any float type; cast to float32 first. May hold -inf.
-    tokens: int [...], in [0, V). Log-probabilities of padding tokens
-      are meaningless; mask them.
+    logits: [..., V], any float type; cast to float32 first. May contain -inf.
+    tokens: int [...], in [0, V). Log-probabilities of padding tokens are
+      meaningless; mask them.
 
   Returns:
     float32 [...].
@@ -35,8 +35,8 @@ def entropy_from_logits(logits: chex.Array) -> jax.Array:
   """Entropy in nats, H = -Σ_v π(v) log π(v).
 
   Args:
-    logits: [..., V], any float type; cast to float32 first. May hold -inf:
-      such entries contribute 0.
+    logits: [..., V], any float type; cast to float32 first. May contain -inf,
+      which contributes 0.
 
   Returns:
     float32 [...].
@@ -56,7 +56,7 @@ def clamped_log_ratio(
 ) -> jax.Array:
   """log(π / π_ref) per token, clamped to [-20, 20] so that exp stays finite.
 
-  The gradient is 0 where the clamp acts.
+  The gradient is 0 where the ratio is clamped.
 
   Args:
     logprobs: current log-probabilities, any shape.

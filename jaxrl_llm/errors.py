@@ -9,11 +9,11 @@ from typing import Any
 class InputError(ValueError):
   """Raised for a file, field or flag that cannot be used.
 
-  The message is one line that says what is wrong, where, and what to do about
-  it; scripts print it and exit with code 2. Line breaks (for instance from a
-  wrapped library's message) are folded into spaces, the middle of a very long
-  one is left out, and what no terminal should get is shown as escapes: parts of
-  a message may be from a file that somebody else wrote.
+  The message is one line that says what is wrong, where, and how to fix it;
+  scripts print it and exit with code 2. Line breaks (for instance from a
+  wrapped library's message) become spaces, the middle of a very long message is
+  left out, and unprintable characters are escaped, because parts of a message
+  may come from an untrusted file.
   """
 
   def __init__(self, message: str):
@@ -29,16 +29,16 @@ class InputError(ValueError):
 def as_input_error(
   what: str, advice: str, *kinds: type[Exception]
 ) -> Iterator[None]:
-  """Turns errors of some kinds into an InputError, `what (error); advice`.
+  """Turns errors of given kinds into an InputError, `what (error); advice`.
 
-  An InputError passes unchanged.
+  An InputError passes through unchanged.
   """
   try:
     yield
   except InputError:
     raise
   except kinds as error:
-    # File system errors repeat the path, which `what` names.
+    # File system errors repeat the path, which is already in `what`.
     why = getattr(error, "strerror", None) or str(error)[:300]
     raise InputError(
       f"{what} ({why or type(error).__name__}); {advice}"
@@ -47,7 +47,7 @@ def as_input_error(
 
 @contextlib.contextmanager
 def located(where: str) -> Iterator[None]:
-  """Turns a ValueError into an InputError that begins with its place."""
+  """Turns a ValueError into an InputError that begins with `where`."""
   try:
     yield
   except ValueError as error:
@@ -59,12 +59,12 @@ class TrainingStopped(RuntimeError):
 
 
 def check_number(name: str, value: Any, interval: str) -> None:
-  """Refuses a number outside an interval; arrays may be traced and pass.
+  """Checks that a number is in an interval; arrays, perhaps traced, all pass.
 
   Args:
     name: name of the setting, for the message.
     value: a number or an array.
-    interval: such as '[0, 1)', with inf for no bound.
+    interval: interval such as '[0, 1)', with inf for no bound.
 
   Raises:
     ValueError: the value is a number outside the interval, or NaN.
@@ -79,6 +79,6 @@ def check_number(name: str, value: Any, interval: str) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-  """Refuses a value that is none of the names, by a ValueError."""
+  """Raises ValueError if a value is not one of the choices."""
   if value not in choices:
     raise ValueError(f"{name}={value!r}, expected one of {sorted(choices)}")

@@ -27,8 +27,8 @@ def masked_fill(
 ) -> jax.Array:
   """Returns x where the mask is True and a constant elsewhere.
 
-  Makes padding inert before a function without a mask, such as a per-token
-  loss, reads it.
+  Use it to make padding inert before calling a function that takes no mask,
+  such as a per-token loss.
 
   Args:
     x: any shape.
@@ -53,14 +53,14 @@ def masked_count(
 def masked_sum(
   x: chex.Array, mask: chex.Array, *, axis: Axis = None, keepdims: bool = False
 ) -> jax.Array:
-  """Σ x over the elements that count; 0 where none does."""
+  """Sum of x over the elements that count; 0 if there are none."""
   return jnp.sum(masked_fill(x, mask), axis=axis, keepdims=keepdims)
 
 
 def masked_mean(
   x: chex.Array, mask: chex.Array, *, axis: Axis = None, keepdims: bool = False
 ) -> jax.Array:
-  """Mean of x over the elements that count; 0 where none does."""
+  """Mean of x over the elements that count; 0 if there are none."""
   total = masked_sum(x, mask, axis=axis, keepdims=keepdims)
   count = masked_count(mask, axis=axis, keepdims=keepdims)
   return total / jnp.maximum(count, 1.0)
@@ -90,7 +90,7 @@ def masked_var(
 def masked_max(
   x: chex.Array, mask: chex.Array, *, axis: Axis = None, keepdims: bool = False
 ) -> jax.Array:
-  """Largest x among the elements that count; 0 where none does."""
+  """Maximum of x over the elements that count; 0 if there are none."""
   x = masked_fill(x, mask, value=-jnp.inf)
   largest = jnp.max(x, axis=axis, keepdims=keepdims)
   return jnp.where(jnp.any(mask, axis=axis, keepdims=keepdims), largest, 0.0)
@@ -102,7 +102,7 @@ def explained_variance(
   """Fraction of the returns' variance that a critic explains.
 
   EV = 1 - Var(G - V) / Var(G): 1 for a perfect critic, 0 for a constant one,
-  below 0 for one that is worse than a constant.
+  negative for a critic that is worse than a constant.
 
   Args:
     values: predictions V, any shape.
@@ -114,7 +114,7 @@ def explained_variance(
   """
   returns = masked_fill(returns, mask)
   unexplained = masked_var(returns - masked_fill(values, mask), mask)
-  # Equal returns then vary by exactly 0, where their mean would round.
+  # Relative to the maximum, the variance of equal returns is exactly 0.
   total = masked_var(returns - masked_max(returns, mask), mask)
   varies = total > 0.0
   share = 1.0 - unexplained / jnp.where(varies, total, 1.0)
@@ -131,32 +131,32 @@ def token_weights(
 ) -> jax.Array:
   """Returns weights w such that Σ w·loss is a reduction of per-token losses.
 
-  With n_i tokens in sequence i and S sequences that have any:
+  With n_i tokens in sequence i and S nonempty sequences:
 
     token-mean               1 / Σ n_i
     seq-mean-token-mean      1 / (S n_i)
     seq-mean-token-sum       1 / S
-    seq-mean-token-sum-norm  1 / norm   (verl's: the factor 1 / S is absent)
+    seq-mean-token-sum-norm  1 / norm   (as in verl, without the factor 1 / S)
     dr-grpo                  1 / (S norm)
 
-  Computed once over the global batch, so that micro-batches and devices only
-  add. Sequences without a token do not count.
+  Compute the weights once over the global batch, so that micro-batches and
+  devices only add. Empty sequences do not count.
 
   Args:
-    mask: [..., T], time last; all leading axes together count sequences.
-    mode: a name of the table above.
-    norm: the constant length of the last two modes, in tokens, usually the
-      generation budget; it must be absent for the others.
-    size: `reduction_size` of the whole batch if `mask` is a part of it; by
-      default that of `mask`.
-    xp: array module. `numpy` computes the same bits on the host and does not
-      wait for the device.
+    mask: [..., T], time last; the leading axes are sequences.
+    mode: a name in the table above.
+    norm: constant length of the last two modes, in tokens, usually the
+      generation limit; must be None for the other modes.
+    size: `reduction_size` of the whole batch if `mask` is only a part of it;
+      by default that of `mask`.
+    xp: array module. `numpy` computes the same bits on the host, without
+      waiting for the device.
 
   Returns:
     float32 [..., T]; 0 in masked slots, and all 0 for an empty mask.
 
   Raises:
-    ValueError: for an unknown mode, or a norm that is missing, superfluous or
+    ValueError: for an unknown mode, or a norm that is missing, not allowed or
       not positive.
 
   Reference: Yu et al. 2025 (DAPO), arXiv:2503.14476, equation 8; Liu et al.
@@ -179,13 +179,13 @@ def token_weights(
 def reduction_size(mask: chex.Array, *, mode: str, xp: Any = jnp) -> jax.Array:
   """Returns a reduction's divisor over the batch: tokens, sequences or 1.
 
-  Losses of parts of a batch, each under weights of size 1, sum up to that of
-  the batch times its size.
+  If each part of a batch is weighted with size 1, the sum of their losses is
+  the loss of the batch times its size.
 
   Args:
     mask: [..., T], as in `token_weights`.
-    mode: likewise.
-    xp: likewise.
+    mode: as in `token_weights`.
+    xp: as in `token_weights`.
 
   Returns:
     float32 scalar, at least 1.
@@ -198,11 +198,11 @@ class _Reduction(NamedTuple):
   """The two factors of the divisor of a token's loss."""
 
   size: Callable[[jax.Array], chex.Numeric]  # (tokens per sequence) -> scalar.
-  # (tokens per sequence, norm) -> of each sequence.
+  # (tokens per sequence, norm) -> factor of each sequence.
   length: Callable[[jax.Array, Any], chex.Numeric] = lambda lengths, norm: 1.0
 
 
-# Methods that arrays of NumPy and of JAX have alike.
+# These use only methods that both NumPy and JAX arrays have.
 _sequences = lambda lengths: (lengths > 0).sum()
 _norm = lambda lengths, norm: norm
 MODES: dict[str, _Reduction] = {
@@ -219,8 +219,8 @@ MODES: dict[str, _Reduction] = {
 def segment_count(segments: chex.Array, *, num_segments: int) -> jax.Array:
   """Number of elements per segment, float32 [num_segments].
 
-  Here and below: `segments` is int [N] and need not be sorted; an element
-  whose index lies outside [0, num_segments) counts nowhere.
+  Here and below: `segments` is int [N] and need not be sorted; elements whose
+  index is outside [0, num_segments) are ignored.
   """
   ones = jnp.ones(jnp.shape(segments))
   return segment_sum(ones, segments, num_segments=num_segments)
@@ -229,7 +229,7 @@ def segment_count(segments: chex.Array, *, num_segments: int) -> jax.Array:
 def segment_sum(
   x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
-  """Σ x per segment, float32 [num_segments]; 0 for an empty segment."""
+  """Sum of x per segment, float32 [num_segments]; 0 for an empty segment."""
   x, segments = _inside(x, segments, num_segments)
   return jax.ops.segment_sum(x, segments, num_segments)
 
@@ -246,7 +246,7 @@ def segment_mean(
 def segment_min(
   x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
-  """Minimum per segment, float32 [num_segments]; 0 for an empty segment."""
+  """Minimum of x per segment, float32 [num_segments]; 0 if empty."""
   x, segments = _inside(x, segments, num_segments)
   least = jax.ops.segment_min(x, segments, num_segments)
   count = segment_count(segments, num_segments=num_segments)
@@ -272,7 +272,7 @@ def segment_std(
   squares = jax.ops.segment_sum(jnp.square(centered), segments, num_segments)
   count = segment_count(segments, num_segments=num_segments)
   variance = squares / jnp.maximum(count - 1.0, 1.0)
-  # The gradient of √ at 0 is infinite and would become NaN.
+  # The gradient of √ is infinite at 0 and would become NaN.
   varies = variance > 0.0
   return jnp.where(varies, jnp.sqrt(jnp.where(varies, variance, 1.0)), 0.0)
 
@@ -280,7 +280,7 @@ def segment_std(
 def segment_median(
   x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
-  """Median of x per segment; the mean of the two middle ones if n is even.
+  """Median of x per segment; the mean of the two middle elements if n is even.
 
   Args:
     x: [N].
@@ -304,7 +304,7 @@ def segment_median(
 def _inside(
   x: chex.Array, segments: chex.Array, num_segments: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Moves elements outside all segments, as 0, into one after the last."""
+  """Moves elements outside all segments, as 0, into an extra last segment."""
   check_number("num_segments", num_segments, "[1, inf)")
   chex.assert_rank(segments, 1)
   chex.assert_type(segments, int)

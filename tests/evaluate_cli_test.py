@@ -224,7 +224,10 @@ class TestEvaluate:
       (("--checkpoint={run}", "--step=best"), "no step best; choose from 1, 2"),
       (("--checkpoint={model}",), "is a model directory; give --dataset"),
       (("--checkpoint={run}", "--config=vapo"), "has its own settings"),
-      (("--checkpoint={run}", "--dataset=sumz"), "'sumz' is no evaluation set"),
+      (
+        ("--checkpoint={run}", "--dataset=sumz"),
+        "'sumz' is not an evaluation set",
+      ),
     ],
   )
   def test_bad_input_is_one_line(self, run, flags, message):

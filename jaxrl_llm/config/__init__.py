@@ -1,11 +1,10 @@
 """The settings of a run.
 
-`keys` and `training_keys` have every setting with its default, allowed values
+`keys` and `training_keys` define every setting with its default, allowed values
 and meaning. A method file `configs/METHOD.py` starts from a preset (`scaled`)
 and sets the choices of the method; `--config.group.key=value` overrides both.
-Unknown keys are errors.
-`trainer.validation` checks a config; `--help_config` (`describe`) and
-docs/config.md are generated from the keys.
+Unknown keys are errors. `trainer.validation` checks a config; `--help_config`
+(`describe`) and docs/config.md are generated from the keys.
 """
 
 import pathlib
@@ -59,7 +58,7 @@ def scaled(preset: str = "") -> tuple[ConfigDict, presets.Scale]:
     preset: '' (the embedded task on a CPU) or a name of `presets.SCALES`.
 
   Returns:
-    The config, and the preset, which has sizes that only some methods need.
+    The config, and the preset with sizes that only some methods need.
 
   Raises:
     InputError: The preset is unknown.
@@ -75,8 +74,8 @@ def scaled(preset: str = "") -> tuple[ConfigDict, presets.Scale]:
 def grouped(preset: str = "") -> ConfigDict:
   """Returns a preset with groups and DAPO's token-level loss and clip-higher.
 
-  A start for method files that change which prompts are asked, or advantages
-  relative to a group. Arguments and errors are those of `scaled`.
+  The starting point of method files that change the selection of prompts or
+  group-relative advantages. Arguments and errors are those of `scaled`.
   """
   config, scale = scaled(preset)
   config.data.group_size = scale.group_size
@@ -89,10 +88,10 @@ def grouped(preset: str = "") -> ConfigDict:
 
 
 def based_on(name: str, preset: str = "") -> ConfigDict:
-  """Returns the settings of a method, for a method file that changes some.
+  """Returns the config of a method, for a method file that modifies it.
 
   Raises:
-    InputError: There is no such method or preset.
+    InputError: The method or the preset is unknown.
   """
   files = methods()
   if name not in files:
@@ -114,7 +113,8 @@ def method(name: str, preset: str = "", **settings: Any) -> ConfigDict:
   Args:
     name: a method file of the package, one of `methods`.
     preset: scale, '' or a name of `presets.SCALES`.
-    **settings: values of dotted keys, as `**{"data.path": "train.jsonl"}`.
+    **settings: values of dotted keys, such as
+      `**{"data.path": "train.jsonl"}`.
 
   Raises:
     InputError: A name, a key or the type of a value is wrong.
@@ -134,14 +134,14 @@ def update(config: Any, changes: Mapping[str, Any]) -> None:
   """Sets the values of dotted keys.
 
   Raises:
-    InputError: There is no such key, or a value has another type.
+    InputError: A key does not exist, or a value has the wrong type.
   """
   for key, value in changes.items():
     if key not in KEYS:
       raise InputError(f"config.{key}: no such key; see docs/config.md")
     group, _, last = key.rpartition(".")
     what = f"config.{key}={value!r}"
-    with as_input_error(what, "give a value of its type", TypeError):
+    with as_input_error(what, "give a value of the right type", TypeError):
       get(config, group)[last] = value
 
 
@@ -158,7 +158,7 @@ def batch_size(config: Any) -> int:
 
 
 def mini_batch(config: Any, role: str) -> int:
-  """Returns the responses per update of the 'policy' or the 'value' model."""
+  """Returns the responses per update of the 'policy' or 'value' model."""
   settings = config.optimizer[role]
   return settings.mini_batch or batch_size(config) // settings.updates_per_step
 
@@ -171,7 +171,7 @@ def max_tokens_per_row(config: Any) -> int:
 
 
 def answer_tokens(config: Any) -> int:
-  """Returns the most tokens that the critic reads before a prompt."""
+  """Returns the maximum tokens that the critic reads before a prompt."""
   return config.value.answer_tokens if config.value.answer_format else 0
 
 

@@ -38,15 +38,16 @@ class Model(Group, path="model"):
   sampler_dtype = Key("", DTYPE_OR_NONE,
     "Data type of the sampler, parameters included; '' is model.dtype.", FIXED)
   cache_dtype = Key("", Choice(("", *DTYPES, "float8_e4m3fn")),
-    "Data type of the sampler's KV cache; '' is the sampler's own. Eight bits"
-    " hold twice the tokens of bfloat16, and log-probs differ more. On a CPU,"
-    " both are several times slower than float32.", FIXED)
+    "Data type of the sampler's KV cache; '' is the sampler's own. A cache of"
+    " 8-bit floats holds twice the tokens of bfloat16, but log-probs differ"
+    " more. On CPUs, both are several times slower than float32.", FIXED)
   remat_policy = Key("full", Names("models.transformer:REMAT_POLICIES"),
     "Recomputation in the backward pass: everything in a layer ('full'), all"
-    " but matrix products ('dots') or nothing ('none'). More saves memory.")
+    " but matrix products ('dots') or nothing ('none'). More recomputation"
+    " saves memory.")
   head_chunk = Key(0, COUNT,
-    "Positions per application of the vocabulary head. Lower to save memory; 0"
-    " chooses by device: 128 on CPUs, else 512 MiB of logits.")
+    "Positions per call of the vocabulary head. Lower it to save memory; 0"
+    " chooses by device: 128 on CPUs, otherwise 512 MiB of logits.")
   lora_rank = Key(0, Range(0, 4096), "Rank of the policy's adapters (LoRA),"
     " which are then trained instead of its weights; 0 trains the weights.",
     FIXED)
@@ -54,23 +55,24 @@ class Model(Group, path="model"):
     "Adapters are scaled by alpha / rank; see model.lora_scaling.", FIXED)
   lora_targets = Key(("attention", "mlp"), None, "Linear layers with adapters:"
     " parts of the paths attention/q, /k, /v, /o, mlp/gate, /up, /down."
-    " Experts have none, and a router only as 'router'.", FIXED)
+    " Experts get none, and a router only if 'router' is listed.", FIXED)
   lora_scaling = Key("lora", Names("models.adapters:SCALINGS"),
     "Scale of adapters: alpha / rank ('lora') or alpha / sqrt(rank)"
     " ('rslora').", FIXED)
   base_dtype = Key("float32", Names("models.adapters:BASE_DTYPES"),
-    "Data type of the weights beside adapters. Matrices of layers can have"
-    " 8 bits and a scale for every output ('int8'), or 4 and one for 64 weights"
-    " of an output ('nf4', QLoRA).", FIXED)
+    "Data type of the frozen weights under adapters. Layer matrices can have"
+    " 8 bits with a scale per output ('int8'), or 4 bits with a scale per 64"
+    " weights of an output ('nf4', QLoRA).", FIXED)
   matmul = Key("", Names("models.numerics:MATMULS"),
-    "Products of linear layers in trainer and sampler: '' is model.dtype, 'fp8'"
-    " rounds weights and activations to 8-bit floats in blocks, 'int8' weights"
-    " alone. CPUs emulate both.", FIXED)
+    "Precision of linear layers in trainer and sampler: '' is model.dtype,"
+    " 'fp8' rounds weights and activations to 8-bit floats in blocks, 'int8'"
+    " rounds only weights. CPUs emulate both.", FIXED)
   sampler_matmul = Key("", Names("models.numerics:MATMULS"),
-    "The same in the sampler alone; '' is model.matmul. Other products than the"
-    " trainer's change log-probs: set off_policy.correction.", FIXED)
-  expert_capacity = Key(0.0, NUMBER, "Tokens of a device that each expert"
-    " takes in training, relative to an even load; more are dropped. 0 drops"
+    "Precision of the sampler's linear layers; '' is model.matmul. If it"
+    " differs from the trainer's, so do log-probs: set off_policy.correction.",
+    FIXED)
+  expert_capacity = Key(0.0, NUMBER, "Maximum tokens per device and expert in"
+    " training, relative to an even load; tokens above it are dropped. 0 drops"
     " none.")
   replay_routing = Key(False, None, "Trains the policy with the experts that"
     " the sampler chose for each token of a response, instead of the trainer's"
@@ -84,27 +86,28 @@ class Model(Group, path="model"):
 class Value(Group, path="value"):
   """The critic; ignored by estimators without one."""
 
-  lora_rank = Key(0, Range(0, 4096), "Rank of the critic's adapters; the other"
-    " settings are those of the policy's. If both have adapters, they share one"
-    " base. 0 trains the weights.", FIXED)
+  lora_rank = Key(0, Range(0, 4096), "Rank of the critic's adapters, whose"
+    " other settings are those of the policy. If both models have adapters,"
+    " they share one base. 0 trains the weights.", FIXED)
   reads_logprobs = Key(False, None,
-    "Gives the critic the log-prob of each token at sampling as an input, which"
-    " separates mistakes from choices. The papers' critics lack it.", FIXED)
+    "Gives the critic the log-prob of each sampled token as an input, which"
+    " helps it to tell mistakes from choices. The papers' critics lack it.",
+    FIXED)
   head = Key("scalar", Names("models.heads:VALUE_HEADS"),
-    "Head and loss of the critic: 'scalar' regresses a number, 'categorical' a"
-    " distribution over bins (HL-Gauss).", FIXED)
+    "Head and loss of the critic: 'scalar' regresses a number, 'categorical'"
+    " predicts a distribution over bins (HL-Gauss).", FIXED)
   low = Key(-2.0, _REWARD, "Lower edge of the bins of 'categorical'.", FIXED)
   high = Key(2.0, _REWARD, "Upper edge of the bins of 'categorical'. Returns"
-    " should lie some bins inside the edges.", FIXED)
+    " should lie several bins inside the edges.", FIXED)
   bins = Key(51, Range(2, 4096), "Number of bins of 'categorical'.", FIXED)
   sigma = Key(0.75, Range(0.0, open=True), "Width of the targets of"
     " 'categorical', as a standard deviation in bins.")
   ensemble = Key("", Names("learner.choices:ENSEMBLES", ""),
-    "Critic of several models: 'halves' has two, each trained on half of the"
-    " prompts, and V is their mean (AsyPPO).", FIXED)
+    "Ensemble of critics: 'halves' has two, each trained on half of the"
+    " prompts, and V is their mean (AsyPPO). '' is a single critic.", FIXED)
   answer_format = Key("", None, "Text with {answer} that the critic reads"
-    " before the prompt, such as '#{answer}.': a privileged critic, whose"
-    " baseline is as unbiased. The policy never reads it. '' is off.", FIXED)
+    " before the prompt, such as '#{answer}.': a privileged critic, which adds"
+    " no bias. The policy never reads it. '' disables it.", FIXED)
   answer_tokens = Key(32, SOME,
     "Maximum number of tokens of value.answer_format; longer texts are cut.",
     FIXED)
@@ -118,8 +121,8 @@ class Value(Group, path="value"):
   pretrain_min_delta = Key(0.01, None,
     "Minimum increase of the explained variance that counts as better.")
   init_from = Key("", None,
-    "Initial critic: the pretrained critic of a run (its workdir) or a Hugging"
-    " Face directory, of a critic (scripts/convert.py --critic) or of another"
+    "Initial critic: the pretrained critic of a run (its workdir), or a Hugging"
+    " Face directory of a critic (scripts/convert.py --critic) or of another"
     " model with the policy's tokenizer, which gets a new head. '' is the"
     " policy.")
 
@@ -135,27 +138,27 @@ class Data(Group, path="data"):
     " Hugging Face cache. With 'tfds', NAME[:VERSION].", FIXED)
   split = Key("train", None,
     "Split to train on, for sources that have splits.", FIXED)
-  columns = Key({}, None, "Maps question, answer, completion (what SFT learns),"
-    " id and source to columns of the data, such as {'question': 'problem',"
-    " 'answer': 'info.solution'}. The column names of verl and TRL need no"
-    " mapping.", FIXED)
+  columns = Key({}, None, "Maps question, answer, completion (the target of"
+    " SFT), id and source to columns of the data, such as {'question':"
+    " 'problem', 'answer': 'info.solution'}. The column names of verl and TRL"
+    " need no mapping.", FIXED)
   settings = Key({}, None,
     "Keyword arguments of the source, such as max_ops or digits.", FIXED)
   pool = Key(0, COUNT,
-    "Number of examples to train on, the first ones; those of a task then do"
-    " not depend on run.seed. 0 uses all or, of a task without an end, 1,024 if"
-    " the method keeps a record of each.", FIXED)
+    "Trains only on this many examples, the first of the data; the examples of"
+    " an embedded task then do not depend on run.seed. 0 uses all examples, or"
+    " 1,024 of an endless task if the method keeps a record of each.", FIXED)
   holdout = Key(0.05, BELOW_1,
     "Fraction of the questions held out for evaluation, at least 1 and at most"
     " 1,000 questions. Applies to sources without splits if eval.path is not"
     " set; 0 evaluates on training data.", HELD_OUT)
   order = Key("shuffled", Names("data.prompt_source:PROMPT_SOURCES"),
-    "Order of the prompts: 'shuffled' draws every example once an epoch, in a"
+    "Order of the prompts: 'shuffled' draws every example once per epoch, in a"
     " new order each time; 'demonstrations' (SFT) does the same and takes the"
     " responses from the data.", FIXED)
   order_settings = Key({}, None,
-    "Keyword arguments of the prompt source, such as explore of 'dps'; the file"
-    " of a method has a docstring about its own.", FIXED)
+    "Keyword arguments of the prompt source, such as explore of 'dps'; see the"
+    " docstring of the method's file.", FIXED)
   template = Key("completion", Names("data.prompt_source:TEMPLATES"),
     "Template that turns a question into a prompt: the bare text, worked"
     " examples first ('few_shot'), or the model's chat template.", FIXED)
@@ -163,7 +166,8 @@ class Data(Group, path="data"):
     "Keyword arguments of the template: shots, shot_format, question_format,"
     " system, or kwargs (passed on to the model's chat template).", FIXED)
   prompts_per_step = Key(512, Range(1, 1e6),
-    "Prompts, and so groups of responses, in a batch of rollouts.", IN_FLIGHT)
+    "Prompts per batch of rollouts, each with a group of responses.",
+    IN_FLIGHT)
   group_size = Key(1, Range(1, 1e5), "Responses per prompt (VAPO: 16).", FIXED)
   max_prompt_length = Key(16, SOME,
     "Maximum length of a prompt in tokens; see data.on_long.", FIXED)
@@ -179,27 +183,27 @@ class Reward(Group, path="reward"):
   name = Key("chain_sum", Names("rewards:REWARDS"), "Reward function. 'verl'"
     " and 'trl' call functions written for these libraries, see reward.path.")
   group = Key("", Names("rewards:GROUP_REWARDS"),
-    "Reward of your own that compares the responses of a group and replaces"
-    " their verdicts in training; '' leaves them.")
+    "Reward that compares the responses of a group and replaces their verdicts"
+    " in training; '' keeps the verdicts.")
   path = Key("", None, "Python file with the functions of 'verl' and 'trl'.")
   function = Key("compute_score", None,
     "Function in reward.path; several, separated by commas, for 'trl'.")
   weights = Key({}, None,
-    "Weights of the named parts of a reward; the others weigh 1.")
+    "Weights of the parts of a reward, by name; the default weight is 1.")
   threshold = Key(0.5, _REWARD, "Responses with a reward above this are"
     " correct, for accuracy, dynamic sampling and the positive-example loss. A"
     " reward with parts is judged by its part 'right', else by its first.")
   correct = Key(1.0, _REWARD, "Reward of a correct response.")
   incorrect = Key(-1.0, _REWARD, "Reward of an incorrect response.")
   workers = Key(0, Range(0, 256), "Processes that compute rewards. 0 computes"
-    " them in the main process; use it only for rewards that cannot hang.")
+    " them in the main process; use 0 only for rewards that cannot hang.")
   deadline_s = Key(10.0, Range(1e-3),
     "Time limit of a single reward in a worker, in seconds.")
   batch_deadline_s = Key(0.0, Range(0.0),
-    "Time limit of a batch of rewards in workers, in seconds; the responses"
-    " left are not trained on. 0 sets no limit.")
-  overlong_buffer = Key(0, COUNT, "Length in tokens of the soft overlong"
-    " punishment before sampler.max_response_length (DAPO eq. 13); 0 disables"
+    "Time limit of a batch of rewards in workers, in seconds; responses"
+    " without a reward by then are not trained on. 0 sets no limit.")
+  overlong_buffer = Key(0, COUNT, "Tokens before sampler.max_response_length"
+    " over which the soft overlong punishment grows (DAPO eq. 13); 0 disables"
     " it. Tokens of an environment do not count towards the length.")
   overlong_factor = Key(1.0, NUMBER,
     "Largest penalty of the soft overlong punishment, at the length limit.")
@@ -209,8 +213,8 @@ class Mesh(Group, path="mesh"):
   """The trainer's device mesh."""
 
   data = Key(-1, Range(-1),
-    "Size of the data axis (replicas); -1 uses all remaining devices, which"
-    " sizes of the other axes must divide.")
+    "Size of the data axis (replicas); -1 uses all remaining devices, so the"
+    " other sizes must divide the number of devices.")
   fsdp = Key(1, SOME,
     "Size of the fsdp axis, which shards parameters and batches.")
   context = Key(1, SOME,
@@ -232,7 +236,7 @@ class Environment(Group, path="environment"):
   name = Key("", Names("rollout.turns:ENVIRONMENTS"),
     "Environment of multi-turn responses: 'calculator' computes '7+5=' (set"
     " sampler.stop=('=',)), 'guessing_game' is a game, 'tools' runs the calls"
-    " of a chat model. '' has single-turn responses.", FIXED)
+    " of a chat model. '' means single-turn responses.", FIXED)
   settings = Key({}, None, "Keyword arguments of the environment.", FIXED)
   rewards = Key("end", Names("learner.choices:TOKEN_REWARDS"),
     "Token that receives the environment's rewards: the last of the response"
@@ -253,12 +257,13 @@ class Sampler(Group, path="sampler"):
   """Sampling of responses."""
 
   engine = Key("", Names("rollout.engine:ENGINES"),
-    "Engine that samples: '' is the built-in one, others are your own.", FIXED)
-  engine_settings = Key({}, None, "Keyword arguments of your own engine.")
+    "Sampling engine: '' is the built-in one; plugins can register others.",
+    FIXED)
+  engine_settings = Key({}, None, "Keyword arguments of a registered engine.")
   slots = Key(0, Range(0, 1e6), "Responses decoded concurrently: the rows of a"
     " decode batch. 0 is the number of responses in flight.")
   kv_pages = Key(0, Range(0, 1e7), "Pages of the KV cache on all devices of the"
-    " sampler. The youngest responses are preempted when they run out. 0 fits"
+    " sampler. When pages run out, the youngest responses are preempted. 0 fits"
     " all slots at full length.")
   kv_block = Key(0, Range(0, 1e5), "Tokens per block of keys and values in the"
     " sampler's attention kernels for TPUs and GPUs. 0 chooses by shape.")
@@ -270,33 +275,33 @@ class Sampler(Group, path="sampler"):
     "HAPO: scales each token's temperature by 1 + entropy_tau * h, where h in"
     " [-1, 1] is the entropy code of the token. 0 disables it.", SWITCH)
   processors = Key((), Names("learner.choices:LOGITS_PROCESSORS"),
-    "Logits processors of your own. A run whose processors change the"
-    " distribution of training needs an off-policy correction.", FIXED)
+    "Registered logits processors. If they change the distribution of training"
+    " samples, the run needs an off-policy correction.", FIXED)
   stop = Key((), None,
     "Additional stop strings, each a single token, such as ('\\n',).")
   drafter = Key("", Names("trainer.sampler:DRAFTERS"),
     "Drafter of speculative decoding, used while it is measured to be faster;"
     " '' disables it. Responses stay the same, but the last bits of log-probs"
-    " and the completion order vary: a run repeats up to rounding, and"
-    " 'first_groups' and streaming exclude it.")
+    " and the completion order vary, so a run is reproducible only up to"
+    " rounding. Not allowed with 'first_groups' or streaming.")
   num_draft_tokens = Key(4, SOME,
-    "Most draft tokens per step of speculative decoding; half of them, or none,"
-    " are drafted where that is measured to be faster.")
+    "Maximum draft tokens per step of speculative decoding; half of them or"
+    " none are drafted where that is measured to be faster.")
   exact = Key(False, None, "Computes contexts and the learner's old log-probs"
-    " by the program that samples, so that on a CPU the largest difference of"
-    " sampler and trainer is 0 for responses of the current version. Scoring"
-    " then takes about as long as sampling.")
+    " with the sampling program, so that on a CPU the log-probs of sampler and"
+    " trainer are equal for responses of the current version. Scoring then"
+    " takes about as long as sampling.")
   parity_check_every = Key(50, COUNT, "Steps between checks that sampler and"
-    " trainer have equal weights and log-probs; a difference stops the run. It"
-    " also runs at every start; 0 compares only the weights, at a start.")
+    " trainer have equal weights and log-probs; a difference stops the run. The"
+    " check also runs at every start. 0 compares only the weights, at a start.")
 
 
 class SamplerMesh(Group, path="sampler.mesh"):
   """The sampler's device mesh."""
 
   data = Key(0, Range(-1), "Size of the data axis of a separate mesh for the"
-    " sampler, on devices that `mesh` leaves free, else on the same ones. 0"
-    " shares the trainer's mesh, -1 uses all remaining devices.")
+    " sampler, on devices that `mesh` leaves free, otherwise on the same ones."
+    " 0 shares the trainer's mesh, -1 uses all remaining devices.")
   fsdp = Key(1, SOME, "Size of the fsdp axis, which shards the parameters.")
   tensor = Key(1, SOME,
     "Size of the tensor axis, which shards each matrix product.")
@@ -316,13 +321,13 @@ class Schedule(Group, path="schedule"):
   window = Key(0, COUNT,
     "Maximum number of new tokens per response and step (T-PPO). Unfinished"
     " responses continue in the next step; 0 sets no limit.", SWITCH)
-  prune = Key("", Names("learner.choices:PRUNINGS"), "Rule by which"
-    " unfinished responses are given up early: 'arrol' asks a probe on hidden"
-    " states of the policy. '' gives none up.", FIXED)
+  prune = Key("", Names("learner.choices:PRUNINGS"), "Rule that drops"
+    " unfinished responses early: 'arrol' uses a probe on hidden states of the"
+    " policy. '' drops none.", FIXED)
   prune_at = Key(16, SOME,
     "New tokens of a response after which schedule.prune decides.")
   prune_keep = Key(0.5, Range(0.0, 1.0, open=True),
-    "Fraction of a group's unfinished responses that go on.")
+    "Fraction of a group's unfinished responses that continue.")
   over_provision = Key(1.0, Range(1.0, 16.0),
     "Groups in flight as a multiple of data.prompts_per_step: at any time with"
     " 'first_groups', per round with dynamic sampling.", IN_FLIGHT)
@@ -335,27 +340,28 @@ class Schedule(Group, path="schedule"):
   overlap = Key(True, None, "Runs sampler and learner concurrently if"
     " schedule.lag > 0. False alternates them, with the same results.")
   replay = Key(0.0, BELOW_1,
-    "Fraction of a batch's groups that earlier steps have sampled, drawn from a"
-    " store; their log-probs are corrected by off_policy.correction.", SWITCH)
+    "Fraction of a batch's groups that are drawn from a replay store of earlier"
+    " steps; off_policy.correction corrects for their older weights.", SWITCH)
   replay_capacity = Key(512, SOME,
-    "Groups in that store, or responses with replay_for='unsolved'; the oldest"
-    " ones leave first.")
-  replay_keep = Key("mixed", Names("data.replay:KEEP"), "Groups that are"
-    " stored: those with correct and incorrect responses ('mixed'), of other"
-    " policies alone ('foreign'), or 'all'. With replay_for='any'.")
-  replay_for = Key("any", Names("data.replay:REPLAYS"), "Groups to replay"
-    " for: 'any' draws whole groups in place of new ones; 'unsolved' (DART)"
-    " stores correct responses, and adds one to each group without any, to at"
+    "Capacity of the replay store in groups, or in responses with"
+    " replay_for='unsolved'; the oldest are evicted first.")
+  replay_keep = Key("mixed", Names("data.replay:KEEP"), "Groups to store with"
+    " replay_for='any': groups with correct and incorrect responses ('mixed'),"
+    " such groups of other policies only ('foreign'), or 'all'.")
+  replay_for = Key("any", Names("data.replay:REPLAYS"), "Use of the replay"
+    " store: 'any' draws stored groups instead of new ones; 'unsolved' (DART)"
+    " stores correct responses and adds one to each group without any, to at"
     " most the fraction schedule.replay of the groups.")
-  replay_from = Key((), None, "Sources of responses of other policies for that"
-    " store, read when they appear: JSONL files of generate.py for questions of"
-    " the training data, and schedule.share_in of other runs.")
-  share_in = Key("", None, "Folder of this run alone for its judged responses,"
-    " which others may name in schedule.replay_from, and for a record of what"
-    " it has read. '' neither shares nor reads.")
-  streaming = Key(False, None, "Accumulates gradients of each group on"
-    " completion and updates after the last (periodic asynchrony). Needs lag=0,"
-    " one mini-batch and a method without statistics of the whole batch.")
+  replay_from = Key((), None, "Sources of other policies' responses for the"
+    " replay store, read as they appear: JSONL files of generate.py with"
+    " questions of the training data, and schedule.share_in of other runs.")
+  share_in = Key("", None, "Folder to which only this run writes: its judged"
+    " responses, for schedule.replay_from of other runs, and a record of the"
+    " files that it has read. '' neither shares nor reads.")
+  streaming = Key(False, None, "Accumulates the gradients of each group as it"
+    " completes and updates after the last one (periodic asynchrony). Needs"
+    " lag=0, one mini-batch and a method without statistics of the whole"
+    " batch.")
   max_rounds = Key(10, SOME,
     "Maximum rounds of dynamic sampling per step before the run stops.")
 

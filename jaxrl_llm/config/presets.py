@@ -1,7 +1,8 @@
-"""Presets: a model, its data and sizes to match.
+"""Presets: a model, its data and matching sizes.
 
-A preset sets lengths, batch sizes, learning rates and meshes, and no choice of
-the method. It changes a config of `jaxrl_llm.config.default_config` in place.
+A preset sets lengths, batch sizes, learning rates and meshes, but makes no
+choice of the method. It changes a config of `jaxrl_llm.config.default_config`
+in place.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,16 +13,14 @@ class Scale(NamedTuple):
   """A preset."""
 
   apply: Callable[[Any], None]  # Changes a config.
-  # For methods with several responses per prompt, and for those that pretrain
-  # the critic.
-  group_size: int
-  pretrain_steps: int
+  group_size: int  # For methods with several responses per prompt.
+  pretrain_steps: int  # For methods that pretrain the critic.
 
 
 def embedded(config: Any) -> None:
-  """Runs the embedded task `chain_sum` with its base model, on a CPU."""
+  """Trains on the embedded task `chain_sum` with its base model, on a CPU."""
   config.estimator.alpha = 2.0  # lambda is 0.98 at 25 tokens.
-  # Typical gradient norms are 0.3; rare ones of 3 would move the policy most.
+  # Typical gradient norms are 0.3; rare norms of 3 would dominate training.
   config.optimizer.policy.max_grad_norm = 0.3
   # The policy changes within about ten steps. A high learning rate and small
   # mini-batches let the critic follow.
@@ -73,8 +72,8 @@ def long_tail(config: Any) -> None:
 def gsm8k(config: Any) -> None:
   """Trains a chat model on GSM8K; needs model.path and data.path.
 
-  The size is that of common scripts of TRL and verl: 128 prompts with 8
-  responses of up to 512 tokens, four updates a step, three epochs.
+  Sizes follow common scripts of TRL and verl: 128 prompts with 8 responses of
+  up to 512 tokens, four updates per step, three epochs.
   """
   _word_problems(config, prompts=1024, length=512)
   config.model.dtype = "bfloat16"
@@ -85,7 +84,7 @@ def gsm8k(config: Any) -> None:
 
 
 def gsm8k_smoke(config: Any) -> None:
-  """Is a small `gsm8k` that tries a model, its data and a reward."""
+  """Trains a small `gsm8k`, to try out a model, its data and a reward."""
   _word_problems(config, prompts=16, length=256)
   _optimizers(config, mini_batch=16, micro_batch_size=2)
   config.eval.update(problems=8, samples=1, every=100)
@@ -93,24 +92,24 @@ def gsm8k_smoke(config: Any) -> None:
 
 
 def one_gpu_24gb(config: Any) -> None:
-  """Trains a model of 0.5B as `gsm8k`, on a GPU of 24 GB (docs/scale.md)."""
+  """Trains a 0.5B model like `gsm8k`, on a 24 GB GPU (docs/scale.md)."""
   gsm8k(config)
   config.sampler.slots = 128
-  # Here and below, compile.py --search predicts that this is fast and fits,
-  # with a critic too.
+  # Here and below, compile.py --search predicts that this is fast and fits into
+  # memory, also with a critic.
   config.model.remat_policy = "dots"
   _optimizers(config, micro_batch_size=2)
 
 
 def one_gpu_80gb(config: Any) -> None:
-  """Trains a model of 1.5B as `gsm8k`, on a GPU of 80 GB (docs/scale.md)."""
+  """Trains a 1.5B model like `gsm8k`, on an 80 GB GPU (docs/scale.md)."""
   gsm8k(config)
   config.model.remat_policy = "dots"
   _optimizers(config, micro_batch_size=4)
 
 
 def qwen7b_adapters(config: Any) -> None:
-  """Trains adapters of Qwen2.5-7B as `gsm8k`, on a GPU of 80 GB."""
+  """Trains adapters of Qwen2.5-7B like `gsm8k`, on an 80 GB GPU."""
   gsm8k(config)
   config.model.update(lora_rank=32, base_dtype="bfloat16")
   config.value.lora_rank = 32
@@ -120,7 +119,7 @@ def qwen7b_adapters(config: Any) -> None:
 
 def qwen1_5b(config: Any) -> None:
   """Trains Qwen2.5-1.5B on 8 TPU v5e chips; needs model.path and data.path."""
-  # Pages of 3.5 GiB of keys and values a chip.
+  # The pages take 3.5 GiB of keys and values per chip.
   _mathematics(config, prompts=2048, lengths=(1024, 7168), kv_pages=8192)
   config.sampler.slots = 512
   _optimizers(config, mini_batch=256, micro_batch_size=1)
@@ -132,7 +131,7 @@ def qwen1_5b(config: Any) -> None:
 
 def qwen7b(config: Any) -> None:
   """Trains Qwen2.5-7B on 32 TPU v6e chips; needs model.path and data.path."""
-  # Pages of 3.5 GiB of keys and values a chip.
+  # The pages take 3.5 GiB of keys and values per chip.
   _mathematics(config, prompts=4096, lengths=(1024, 15_360), kv_pages=16_384)
   config.sampler.slots = 512
   _optimizers(config, mini_batch=256, micro_batch_size=2)
@@ -142,16 +141,16 @@ def qwen7b(config: Any) -> None:
 
 
 def qwen32b(config: Any) -> None:
-  """Trains as the papers do, on a mesh; needs model.path and data.path."""
-  # Pages of 32 GiB of keys and values on a v5p chip.
+  """Trains Qwen2.5-32B as in the papers; needs model.path and data.path."""
+  # The pages take 32 GiB of keys and values per v5p chip.
   _mathematics(config, prompts=8192, lengths=(2048, 20_480), kv_pages=65_536)
   config.sampler.slots = 2048
   _optimizers(config, mini_batch=512, micro_batch_size=4)
   # With rows sharded over four chips, saved matrix products fit in memory.
   config.model.remat_policy = "dots"
   config.mesh.update(fsdp=4, context=4, tensor=4)
-  # The same chips with more weights on each: decoding reduces partial products
-  # over fsdp, so a quarter of its size takes a quarter of the time.
+  # The same chips, with more weights on each: decoding reduces partial products
+  # over fsdp, and a quarter of its size takes a quarter of the time.
   config.sampler.mesh.update(data=4, fsdp=2, tensor=8)
 
 
@@ -167,7 +166,7 @@ def qwen30b_a3b(config: Any) -> None:
 
 
 def _word_problems(config: Any, *, prompts: int, length: int) -> None:
-  """Sets up word problems; prompts and responses have at most `length`."""
+  """Sets up word problems; `length` is the limit of prompts and responses."""
   form = "{question}\nReason step by step and end with #### and the number."
   _questions(config, prompts, (length, length), form)
   config.estimator.alpha = 0.2  # lambda is 0.98 at 200 tokens.
@@ -176,7 +175,7 @@ def _word_problems(config: Any, *, prompts: int, length: int) -> None:
 def _mathematics(
   config: Any, *, prompts: int, lengths: tuple[int, int], kv_pages: int
 ) -> None:
-  """Sets up long reasoning on problems of mathematics, see `_questions`."""
+  """Sets up long reasoning on mathematics problems, see `_questions`."""
   form = (
     "Solve the problem step by step and put the final answer in"
     " \\boxed{}.\n\n{question}"
@@ -213,7 +212,7 @@ def _optimizers(config: Any, **settings: float) -> None:
 
 
 def _warmup(config: Any, rollouts: int) -> None:
-  """Sets warm-ups to a number of rollouts, following later batch settings."""
+  """Sets warm-ups to a number of rollouts, also if batch sizes change later."""
   refs = config.data.get_ref
   batch = refs("prompts_per_step") * refs("group_size")
   for role in (config.optimizer.policy, config.optimizer.value):

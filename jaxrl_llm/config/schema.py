@@ -35,10 +35,10 @@ class Choice(tuple):
 
 
 class Names:
-  """Names of a table of functions, read when they are needed."""
+  """Names in a table of functions, read on demand."""
 
   def __init__(self, table: str, *more: str):
-    """Takes 'module:NAME' of a table in jaxrl_llm, and more allowed names."""
+    """Stores 'module:NAME' of a table in jaxrl_llm, and more allowed names."""
     self.table, self._more = table, more
 
   def __iter__(self) -> Iterator[str]:
@@ -53,24 +53,25 @@ class Names:
 
 
 # Settings that cannot change on resume, because the checkpoint depends on them.
-# Never: they determine random numbers, prompts, tokens, the precision of stored
-# log-probs or the method.
+# Can never change: these determine random numbers, prompts, tokens, the
+# precision of stored log-probs or the method.
 FIXED = "fixed"
-# Not from or to 0, which would switch a part of the method on or off. Other
-# values may change.
+# Cannot change from or to 0, which would switch a part of the method on or off.
+# Other changes are allowed.
 SWITCH = "switch"
-# Not while the checkpoint has unfinished responses, which need their slots.
+# Cannot change while the checkpoint has unfinished responses, which need their
+# slots.
 IN_FLIGHT = "in flight"
-# Not while the checkpoint has that many versions of the weights.
+# Cannot change while the checkpoint has that many versions of the weights.
 KEPT = "kept"
-# Not if the source has no splits, because other rows would be held out.
+# Cannot change if the source has no splits: other rows would be held out.
 HELD_OUT = "held out"
 
 
 class Key(NamedTuple):
   """A setting of the table."""
 
-  default: Any  # None: off; a number switches it on.
+  default: Any  # None: disabled; a number enables it.
   allowed: Range | Names | Choice | None  # None: any value of its type.
   meaning: str
   resume: str = ""  # Restriction on resume, see above; '' is none.

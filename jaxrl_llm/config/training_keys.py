@@ -26,10 +26,10 @@ class Estimator(Group, path="estimator"):
   name = Key("gae", Names("learner.choices:ESTIMATORS"),
     "Advantage estimator: 'gae' uses a critic (EGAE for unfinished responses),"
     " 'turn_gae' does so turn by turn, 'evpo' only while the critic explains"
-    " something; 'group' compares the responses to a prompt, 'token_group' is"
+    " the returns; 'group' compares the responses to a prompt, 'token_group' is"
     " HAPO's, 'maxrl' divides by the group's mean, 'gdpo' normalises each part"
     " of a reward, 'reward_to_go' is REINFORCE++'s, 'optimal_baseline' VCPO's,"
-    " 'given' is 1 (SFT), 'distillation' asks a teacher.", FIXED)
+    " 'given' is 1 (SFT), 'distillation' uses a teacher's log-probs.", FIXED)
   gamma = Key(1.0, SHARE, "Discount per token.")
   lambda_schedule = Key("constant", Names("learner.choices:LAMBDA_RULES"),
     "The policy's lambda: 'constant' is lambda_policy, 'length_adaptive' is"
@@ -42,10 +42,10 @@ class Estimator(Group, path="estimator"):
   lambda_value = Key(0.95, SHARE,
     "Lambda of the critic's targets; 1 gives Monte Carlo returns.")
   boundary = Key("repeat", Names("estimators.egae:BOUNDARIES"),
-    "Value of the state at a window's cut: 'repeat' takes the last one (T-PPO's"
-    " EGAE), 'bootstrap' the next state's, 'zero' 0.")
-  tail_drop = Key(0, COUNT,
-    "Tokens before a window's cut that are not trained in that window.")
+    "Value of the state at a window's cut: 'repeat' takes that of the previous"
+    " state (T-PPO's EGAE), 'bootstrap' that of the state itself, 'zero' is 0.")
+  tail_drop = Key(0, COUNT, "Number of tokens before a window's cut that are"
+    " not trained on in that window.")
   center = Key("mean", Names("estimators.group:CENTERS", "none"),
     "Baseline that 'group' subtracts. 'reward_to_go' subtracts the same group"
     " baseline from every token, and nothing with 'none'.")
@@ -55,17 +55,17 @@ class Estimator(Group, path="estimator"):
   gradient_norms = Key("length", Choice(("length", "exact")), "Squared gradient"
     " norm of a response for 'optimal_baseline': its number of generated tokens"
     " ('length'), or 'exact', which costs a backward pass each.")
-  agree_share = Key(0.0, BELOW_1, "Share of a batch's tokens, those where the"
-    " critics of value.ensemble agree most, that is left out of the policy"
-    " loss (AsyPPO).")
+  agree_share = Key(0.0, BELOW_1, "Fraction of a batch's tokens to leave out of"
+    " the policy loss: those where the critics of value.ensemble agree most"
+    " (AsyPPO).")
   drop_pivot = Key(False, None,
     "Leaves each group's median response out of the policy loss (MC-GRPO).")
   normalize = Key("none", Names("learner.choices:NORMALIZATIONS"),
     "Normalizes the advantages of a batch: 'whiten' to mean 0 and std 1,"
     " 'scale' to std 1 only.")
   settings = Key({}, None, "Keyword arguments of a registered estimator, mask"
-    " or input, {'teachers': DIR} of 'distillation', {'parts': {NAME: WEIGHT}}"
-    " of 'gdpo', {'segment_probability': 0.2} of 'segments'.")
+    " or input; {'teachers': DIR} for 'distillation', {'parts': {NAME: WEIGHT}}"
+    " for 'gdpo', {'segment_probability': 0.2} for 'segments'.")
 
 
 class Loss(Group, path="loss"):
@@ -75,15 +75,15 @@ class Loss(Group, path="loss"):
     "Policy loss: 'clip' is PPO's, 'sapo_gate' a soft clip, 'likelihood' SFT's."
     " 'dis' (SAO, IcePop), 'dppo_tv', 'dppo_kl' and 'kpop' reject single tokens"
     " that are far from the sampler, 'clip_off_policy_mask' (DeepSeek-V3.2)"
-    " responses; use these with off_policy.proximal='stored'.", FIXED)
+    " rejects responses; use these with off_policy.proximal='stored'.", FIXED)
   clip_low = Key(0.2, SHARE, "Clips the probability ratio from below at"
-    " 1 - clip_low; 'dis' rejects such tokens. 1 is off.")
+    " 1 - clip_low; 'dis' rejects such tokens. 1 disables it.")
   clip_high = Key(0.2, NUMBER, "Clips the probability ratio from above at"
     " 1 + clip_high; 'dis' rejects such tokens.")
   dual_clip = Key(None, Range(1.0, open=True),
-    "Upper bound of the ratio for negative advantages; None is off.")
+    "Upper bound of the ratio for negative advantages; None disables it.")
   clip_value = Key(None, Range(0.0, open=True),
-    "Clip range of the value loss around the old values; None is off.")
+    "Clip range of the value loss around the old values; None disables it.")
   mode = Key("token-mean", Names("masked:MODES"),
     "Reduction of per-token losses to one number, in verl's names.")
   norm = Key(0, COUNT, "Constant length in tokens that modes with a norm"
@@ -100,17 +100,17 @@ class Loss(Group, path="loss"):
   entropy_coefficient = Key(0.0, NUMBER, "Coefficient of the entropy bonus.")
   overlong_filter = Key(False, None,
     "Leaves responses cut at the length limit out of the policy loss.")
-  max_distance = Key(0.0, NUMBER, "Distance from the policy, summed over its"
-    " tokens, above which a response of another policy loses its tokens with"
-    " negative advantages (F-TIS). 0 disables it.")
+  max_distance = Key(0.0, NUMBER, "Distance from the policy, summed over"
+    " tokens, above which tokens with negative advantages are masked in a"
+    " response of another policy (F-TIS). 0 disables it.")
   masks = Key((), Names("learner.choices:OWN_MASKS"),
-    "Names of registered masks that leave more tokens out of the policy loss.")
+    "Registered masks that leave further tokens out of the policy loss.")
   auxiliary = Key({}, None, "Coefficients of registered auxiliary losses, by"
     " name.")
   settings = Key({}, None, "Keyword arguments of a registered loss, auxiliary"
-    " loss or input; delta of 'dppo_tv' (0.2), 'dppo_kl', 'kpop' (0.05) and"
-    " 'clip_off_policy_mask' (0.5), cap of 'dppo_tv' and 'dppo_kl' (20),"
-    " tau_pos and tau_neg of 'sapo_gate' (1 and 1.05).")
+    " loss or input; delta for 'dppo_tv' (0.2), 'dppo_kl', 'kpop' (0.05) and"
+    " 'clip_off_policy_mask' (0.5), cap for 'dppo_tv' and 'dppo_kl' (20),"
+    " tau_pos and tau_neg for 'sapo_gate' (1 and 1.05).")
   hapo_sign = Key("intended", Names("estimators.entropy:SIGNS"),
     "Sign of HAPO's entropy code at low entropy: 'intended' as in the paper,"
     " 'released' as in the authors' code.")
@@ -154,16 +154,16 @@ class Optimizer(Group, path="optimizer.policy"):
 
   name = Key("adamw", Names("learner.optimizer:OPTIMIZERS"),
     "Optimizer: 'adamw'; 'adafactor', whose state is half as large and which"
-    " reads neither b2 nor eps; or a registered one.", FIXED)
+    " ignores b2 and eps; or a registered one.", FIXED)
   mini_batch = Key(256, COUNT, "Responses per update (mini-batch size); 0"
     " divides the batch into updates_per_step.")
-  updates_per_step = Key(1, SOME, "Mini-batches of a batch if mini_batch is 0:"
-    " updates of a step in each epoch.")
+  updates_per_step = Key(1, SOME, "Mini-batches per batch if mini_batch is 0,"
+    " that is, updates per step and epoch.")
   epochs = Key(1, SOME, "Passes over each batch of rollouts.")
   learning_rate = Key(2e-4, NUMBER, "Peak learning rate.")
   # Defined after mini_batch and updates_per_step: presets compute with them.
-  warmup_steps = Key(10, COUNT, "Updates of linear learning-rate warm-up."
-    " Presets of Qwen2.5 use the updates of 20 steps.")
+  warmup_steps = Key(10, COUNT, "Number of updates of linear learning-rate"
+    " warm-up. Presets of Qwen2.5 use the updates of 20 steps.")
   learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"),
     "Learning rate after the warm-up; the minimum is reached at run.steps.")
   min_learning_rate_ratio = Key(0.0, SHARE,
@@ -184,7 +184,7 @@ class Optimizer(Group, path="optimizer.policy"):
 
 
 class ValueOptimizer(Optimizer, path="optimizer.value"):
-  """AdamW on mini-batches of the critic, faster by default."""
+  """AdamW on mini-batches of the critic, with faster defaults."""
 
   learning_rate = Optimizer.learning_rate._replace(default=5e-4)
   mini_batch = Optimizer.mini_batch._replace(default=128)
@@ -206,21 +206,21 @@ class Eval(Group, path="eval"):
   samples = Key(4, SOME,
     "Sampled responses per problem, the k of avg@k and pass@k.")
   pass_k = Key((), SOME,
-    "Further n of pass@n, each 1 to eval.samples, e.g. (1, 8).")
+    "Additional n of pass@n, each from 1 to eval.samples, e.g. (1, 8).")
   greedy = Key(False, None,
     "Also decodes one greedy response per problem, reported as 'greedy'.")
   problems = Key(200, COUNT,
-    "Maximum number of problems of each set, the first ones; 0 uses all.")
+    "Maximum number of problems per set, from its beginning; 0 uses all.")
   source = Key("", Names("data.sources:SOURCES", ""), "Source of the problems;"
     " '' is the evaluation split of data.source.", HELD_OUT)
   path = Key("", None,
     "Evaluation sets, separated by commas: files, 'tfds:NAME', a source such as"
     " chain_sum, or gsm8k, math500, aime24, aime25, amc23, minerva or"
-    " olympiadbench in the Hugging Face cache. Each has metrics of its own,"
+    " olympiadbench in the Hugging Face cache. Each has its own metrics,"
     " eval/NAME/*.", HELD_OUT)
   on_overlap = Key("warn", Choice(("warn", "drop")), "Treatment of problems"
-    " whose question is trained on, up to whitespace: 'warn' counts them at the"
-    " start, 'drop' leaves them out of the evaluation.")
+    " whose question, up to whitespace, is also in the training data: 'warn'"
+    " counts them at the start, 'drop' leaves them out of the evaluation.")
   split = Key("eval", None,
     "Split of the problems; 'eval' is the test split of 'tfds'.")
   temperature = Key(1.0, Range(0.0, 100.0),
@@ -235,7 +235,7 @@ class Checkpoint(Group, path="checkpoint"):
   keep = Key(2, Range(2), "Number of newest checkpoints to keep, at least 2 so"
     " that a run survives a damaged checkpoint.")
   keep_every = Key(0, COUNT,
-    "Also keeps checkpoints of steps divisible by this number; 0 is off.")
+    "Also keeps checkpoints of steps divisible by this number; 0 disables it.")
   best = Key("", None,
     "Metric whose best checkpoint is also kept, e.g. eval/chain_sum/avg@4.")
 
@@ -245,16 +245,16 @@ class Run(Group, path="run"):
 
   seed = Key(0, Range(0, 2**31 - 1), "Seed of all random numbers.", FIXED)
   steps = Key(100, COUNT,
-    "Iterations; the policy is updated once per mini-batch of each. 0 saves the"
-    " states before the first one.")
+    "Number of steps; each updates the policy once per mini-batch. 0 only saves"
+    " the states before the first step.")
   samples_every = Key(20, COUNT,
     "Steps between those whose responses are logged in samples.jsonl; 0 logs"
     " none.")
   samples = Key(4, COUNT,
     "Responses logged at such a step, drawn at random; 0 logs all.")
-  method = Key("", None, "METHOD[:PRESET]; train.py sets it by --config.")
+  method = Key("", None, "METHOD[:PRESET]; set by train.py --config.")
   plugins = Key((), None,
-    "Python files that register your own parts; train.py sets it by --plugin.")
+    "Python files that register custom parts; set by train.py --plugin.")
   trackers = Key(("tensorboard",), Names("metrics.trackers:TRACKERS"),
     "Experiment trackers. The project name comes from WANDB_PROJECT ('wandb')"
     " or TRACKIO_PROJECT ('trackio'), else it is 'jaxrl_llm'.")
@@ -262,14 +262,15 @@ class Run(Group, path="run"):
     " non-finite updates, or batches without a single verdict.")
   replay_every = Key(0, COUNT,
     "Steps between updates that are computed twice; a difference in any bit"
-    " stops the run, as it shows faulty hardware. 0 is off.")
+    " stops the run, as it shows faulty hardware. 0 disables it.")
   stuck_after_s = Key(3600.0, Range(0.0), "Ends the run if a phase takes longer"
-    " than this many seconds, and prints the stacks of all threads; 0 is off.")
-  watch_hosts_s = Key(4.0, Range(0.0), "Seconds between samples of each of"
-    " several processes. One that is slow, silent or uses far more memory than"
-    " the others for four samples is named; 0 is off.")
+    " than this many seconds, and prints the stacks of all threads; 0 disables"
+    " it.")
+  watch_hosts_s = Key(4.0, Range(0.0), "Seconds between health samples of each"
+    " process in a multi-process run. Reports a process that is slow, silent or"
+    " uses far more memory than the others for four samples; 0 disables it.")
   on_suspect = Key("warn", Choice(("warn", "stop")), "Reaction to a suspect"
     " process: 'warn' writes a line, 'stop' also saves after the step"
-    " and exits with 75.")
+    " and exits with code 75.")
 
 # fmt: on

@@ -1,1 +1,1 @@
-"""Text in: tokenizers, tasks, data sources and the stream of prompts."""
+"""Input data: tokenizers, tasks, data sources and prompt sources."""

@@ -1,4 +1,4 @@
-"""Data sets by name: files, sources, and benchmarks of the Hub's cache."""
+"""Datasets by name: files, sources, and benchmarks in the Hub's cache."""
 
 import contextlib
 import os
@@ -8,8 +8,8 @@ from typing import NamedTuple
 from jaxrl_llm.data import rows, sources
 from jaxrl_llm.errors import InputError
 
-# Name -> repository on the Hugging Face Hub, parts of the paths of its files
-# for evaluation and for training; '' if it has none of these.
+# Name -> repository on the Hugging Face Hub, and substrings of the paths of its
+# evaluation and training files; '' if it has none.
 BENCHMARKS: dict[str, tuple[str, str, str]] = {
   "gsm8k": ("openai/gsm8k", "main/test", "main/train"),
   "math500": ("HuggingFaceH4/MATH-500", "test", ""),
@@ -25,25 +25,25 @@ _SUFFIXES = (".jsonl", ".json", ".parquet")
 class Dataset(NamedTuple):
   """An evaluation set."""
 
-  name: str  # Part of the names of its metrics.
-  source: str  # Name in `sources.SOURCES`.
+  name: str  # Used in the names of its metrics.
+  source: str  # Key of `sources.SOURCES`.
   path: str = ""
-  known: bool = False  # A benchmark, whose columns have their usual names.
+  known: bool = False  # A benchmark, whose columns have the default names.
 
 
 def find_sets(names: str, source: str = "jsonl") -> list[Dataset]:
-  """Returns the evaluation sets of a list of names.
+  """Returns the evaluation sets in a list of names.
 
   Args:
-    names: separated by commas: files or patterns, benchmarks, 'tfds:NAME', or
-      sources that need no path.
-    source: reads the files. One that reads no files takes every name as its
-      own path.
+    names: comma-separated names: files or patterns, benchmarks, 'tfds:NAME',
+      or sources that need no path.
+    source: source that reads the files. If it does not read files, every name
+      is its path.
 
   Raises:
-    InputError: A set is unknown or not in the cache, or two have one name.
+    InputError: A set is unknown or not in the cache, or two names are equal.
   """
-  alone = os.path.isfile(names)  # Its name may have commas.
+  alone = os.path.isfile(names)  # The name of a file may have commas.
   found = [_find(x, source) for x in ([names] if alone else names.split(","))]
   paths = ["" if one.known else one.path for one in found]
   taken = rows.told_apart([one.name for one in found], paths)
@@ -67,13 +67,13 @@ def _find(name: str, source: str) -> Dataset:
   if name.endswith(_SUFFIXES) or "/" in name or pathlib.Path(name).is_file():
     return Dataset(label(name, source), source, name)
   raise InputError(
-    f"{name!r} is no evaluation set; give a .jsonl or .parquet file, tfds:NAME"
-    f" or one of {', '.join([*BENCHMARKS, *without])}"
+    f"{name!r} is not an evaluation set; give a .jsonl or .parquet file,"
+    f" tfds:NAME or one of {', '.join([*BENCHMARKS, *without])}"
   )
 
 
 def label(path: str, source: str) -> str:
-  """Returns a name of the data at a path, which may be several files."""
+  """Returns a name for the data at a path, which may be several files."""
   stems = [pathlib.Path(file).stem for file in path.split(",")]
   return "+".join(stems).partition(":")[0].replace("*", "") or source
 
@@ -95,18 +95,22 @@ def _is_known(name: str) -> bool:
 
 
 def _cached_files(name: str, split: int) -> str:
-  """Returns the files of a benchmark's newest snapshot; 1 evaluates, 2 trains.
+  """Returns the files of a benchmark's newest snapshot in the cache.
+
+  Args:
+    name: a key of `BENCHMARKS`.
+    split: 1 for evaluation, 2 for training.
 
   Raises:
-    InputError: It is not in the cache, or has no such split.
+    InputError: The benchmark is not in the cache, or has no such split.
   """
-  # Heavy, and needed here only.
+  # Slow to import, and used only here.
   from huggingface_hub import constants, errors, snapshot_download
 
   repository, part = BENCHMARKS[name][0], BENCHMARKS[name][split]
   if not part:
     raise InputError(
-      f"{name}: is for evaluation only; set data.path to training files"
+      f"{name} is for evaluation only; set data.path to training files"
     )
   with contextlib.suppress(errors.LocalEntryNotFoundError):
     folder = pathlib.Path(

@@ -1,7 +1,7 @@
-"""Renders chat templates in a process with limits on time and memory.
+"""Renders chat templates in a process with time and memory limits.
 
 A template comes with a model and is untrusted code. Jinja's sandbox protects
-the machine, but not against filters or methods that do not end.
+the machine, but not against filters or methods that never return.
 """
 
 import functools
@@ -19,8 +19,8 @@ from jaxrl_llm.system.workers import Worker, channels
 
 _MAX_RENDERED_CHARS = 1 << 20
 _MEMORY_BYTES = 2**30  # Address space of the process.
-_CPU_S = 1  # CPU time of a conversation.
-_DEADLINE_S = 600.0  # In case the process does not run.
+_CPU_S = 1  # CPU time per conversation.
+_DEADLINE_S = 600.0  # In case the process is never scheduled.
 
 _one_at_a_time = threading.Lock()
 
@@ -29,7 +29,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
   """Renders a template with its variables.
 
   Raises:
-    ValueError: The template fails or exceeds its time, memory or characters.
+    ValueError: The template fails or exceeds a limit on time, memory or length.
   """
   job = json.dumps([template, variables], default=dict)
   with _one_at_a_time:
@@ -42,16 +42,16 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _worker() -> Worker:
-  return Worker(serve)  # Ends with this process, as its lines do.
+  return Worker(serve)  # Ends when this process, and so its input, ends.
 
 
 def serve() -> None:
-  """Serves jobs in the process, one per line."""
+  """Runs in the worker process; serves one job per line."""
   lines, answers = channels()
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
   print("started", file=answers, flush=True)
   for line in lines:
-    # The system kills the process beyond this limit.
+    # Beyond this limit, the system kills the process.
     seconds = int(time.process_time()) + _CPU_S + 1
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
     template, variables = json.loads(line)
@@ -69,7 +69,7 @@ def _raise_exception(message: str):
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
-  """Replaces Jinja's filter, as transformers does: no HTML, keys in order."""
+  """Jinja's filter as in transformers: no HTML escapes, no sorted keys."""
   return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 

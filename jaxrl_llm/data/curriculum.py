@@ -1,4 +1,4 @@
-"""Curricula: what earlier responses showed decides which prompts are drawn."""
+"""Curricula: earlier results determine which prompts are drawn."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -10,16 +10,16 @@ from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.types import Responses
 
-# Prompts in a pool at most; a curriculum has arrays of that size.
+# Maximum size of a pool; a curriculum has arrays of that size.
 LARGEST = 10_000_000
 
 
 class Results(NamedTuple):
-  """Results of n different prompts."""
+  """Results of n distinct prompts."""
 
   prompts: np.ndarray  # int [n], rows of the data, ascending.
-  right: np.ndarray  # int [n], correct responses.
-  tries: np.ndarray  # int [n], judged responses; at least 1.
+  right: np.ndarray  # int [n], number of correct responses.
+  tries: np.ndarray  # int [n], number of judged responses; at least 1.
 
   @property
   def rate(self) -> np.ndarray:
@@ -28,7 +28,7 @@ class Results(NamedTuple):
 
 
 def results_of(responses: Responses) -> Results:
-  """Counts the judged responses to each prompt that have ended."""
+  """Counts the ended, judged responses to each prompt, and the correct ones."""
   counted = responses.judged & responses.ended
   asked = responses.rollout.example_id[counted]
   prompts, place = np.unique(asked, return_inverse=True)
@@ -37,11 +37,11 @@ def results_of(responses: Responses) -> Results:
 
 
 def check_pool(source: PromptSource) -> None:
-  """Refuses data without an end, by an InputError."""
+  """Raises an InputError if the data are endless or too large for a pool."""
   if len(source) > LARGEST:
     raise InputError(
-      f"a record is kept of every prompt, at most {LARGEST:,}; set"
-      " config.data.pool to their number"
+      f"a record is kept per prompt, for at most {LARGEST:,}"
+      " prompts; set config.data.pool to their number"
     )
 
 
@@ -49,8 +49,8 @@ class Curriculum(PromptSource):
   """Draws the prompts of a pool that have the highest scores.
 
   A subclass defines `init`, `scores` and `observe`. Its state is a frozen chex
-  dataclass of arrays with `drawn`, the number of prompts so far. The draw of a
-  state depends only on the state and the seed.
+  dataclass of arrays with a field `drawn`, the number of prompts drawn so far.
+  A draw depends only on the state and the seed.
   """
 
   def __init__(
@@ -65,7 +65,8 @@ class Curriculum(PromptSource):
       **settings: arguments of `PromptSource`.
 
     Raises:
-      InputError: The data have no end.
+      InputError: The data are endless or too large.
+      ValueError: `explore` is out of range.
     """
     super().__init__(*args, seed=seed, **settings)
     check_number("explore", explore, "[0, 1]")
@@ -73,14 +74,14 @@ class Curriculum(PromptSource):
     self._seed, self._explore = seed, explore
 
   def scores(self, state: Any, rng: np.random.Generator) -> np.ndarray:
-    """Returns a score of each prompt, [P]."""
+    """Returns the score of each prompt, [P]."""
     raise NotImplementedError
 
   def draw(self, state: Any, n: int) -> tuple[list[Prompt], Any]:
-    """Draws n prompts; more than the pool has are drawn again in turn.
+    """Draws n prompts; cycles through the pool if n exceeds its size.
 
     Raises:
-      InputError: A prompt is too long, or all are with on_long='drop'.
+      InputError: A prompt is too long; with on_long='drop', all prompts are.
     """
     rng = np.random.default_rng((self._seed, state.drawn))
     order = np.argsort(-self.scores(state, rng), kind="stable")

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from jaxrl_llm.data.tasks import Example
 from jaxrl_llm.errors import InputError
 
-# (example, text of a wrong response) -> the text before its first wrong step,
-# and the right step; None if it finds none.
+# (example, text of a wrong response) -> the text before the first wrong step,
+# and the corrected step; None if it finds no wrong step.
 Oracle = Callable[[Example, str], tuple[str, str] | None]
 
 
 def first_wrong_line(example: Example, text: str) -> tuple[str, str] | None:
-  """The oracle of chain_sum and remainder, whose steps end with `;`."""
+  """Oracle of chain_sum and remainder, whose steps end with `;`."""
   if not isinstance(example.completion, str):
     raise InputError(
       f"{example.id}: the oracle 'lines' needs a solution whose steps end with"

@@ -1,4 +1,4 @@
-"""Prompts from examples: templates, and the order of prompts."""
+"""Templates that turn examples into prompts, and the source of prompts."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.system.plugin import Table
 from jaxrl_llm.types import Responses
 
-MOST_SOURCES = 50  # Data sources with metrics of their own.
+MOST_SOURCES = 50  # Maximum number of data sources with separate metrics.
 Template = Callable[[Example], list[int]]
 
 
@@ -67,8 +67,8 @@ def few_shot(
   def template(example: Example) -> list[int]:
     if example.messages:
       raise InputError(
-        f"{example.id} is a conversation, which has no shots; choose"
-        " data.template='chat'"
+        f"{example.id} is a conversation, which cannot be shown with shots;"
+        " choose data.template='chat'"
       )
     shown = [c for c in candidates if c.question != example.question][:shots]
     text = "".join(_fill(shot_format, c) for c in shown)
@@ -90,7 +90,7 @@ def chat(
   Args:
     tokenizer: the model's.
     system: system message for conversations without one; None adds none.
-    question_format: format of the question; conversations are used unchanged.
+    question_format: format of the question; conversations are left unchanged.
     kwargs: keyword arguments of the model's chat template, such as Qwen3's
       enable_thinking.
   """
@@ -109,7 +109,7 @@ def chat(
 def completion_reply(
   tokenizer: Tokenizer, **_: Any
 ) -> Callable[[str, str], list[int]]:
-  """Returns (text, role) -> tokens of text that the model did not write."""
+  """Returns (text, role) -> tokens of text that the model did not generate."""
   return lambda text, role: tokenizer.encode(text)
 
 
@@ -141,7 +141,7 @@ def chat_reply(
   def reply(text: str, role: str) -> list[int]:
     messages = [*before, {"role": role, "content": text}]
     tokens = tokenizer.apply_chat(messages, kwargs or {})
-    # The stop token of its message is already written by the model.
+    # The model has already generated the stop token that ends its message.
     return tokens[np.searchsorted(count_stops(tokens), stops) + 1 :]
 
   return reply
@@ -155,20 +155,20 @@ def _fill(text: str, example: Example) -> str:
 
 
 TEMPLATES = {"completion": completion, "few_shot": few_shot, "chat": chat}
-# Name -> replies of an environment; others are `completion_reply`.
+# Template -> format of an environment's replies; default `completion_reply`.
 REPLIES = {"chat": chat_reply}
 
 
 @chex.dataclass(frozen=True)
 class PromptSourceState:
-  """The position of a prompt source."""
+  """Position of a prompt source."""
 
   position: int  # Position in the order of the examples.
-  drawn: int  # Prompts so far; the next group id.
+  drawn: int  # Number of prompts drawn so far; the next group id.
 
 
 class PromptSource:
-  """An endless stream of prompts, shuffled anew every epoch.
+  """Infinite stream of prompts, reshuffled every epoch.
 
   The prompt at a position depends only on source, template, seed and position,
   so that a restart resumes exactly.
@@ -184,20 +184,20 @@ class PromptSource:
     max_prompt_length: int,
     on_long: str = "error",
   ):
-    """Builds the order.
+    """Builds the order of the examples.
 
     Args:
       source: examples by index.
       template: turns an example into tokens.
       tokenizer: decodes the prompts' text.
-      seed: seed of the order; None keeps the source's own order.
+      seed: seed of the order; None keeps the source's order.
       max_prompt_length: maximum length in tokens.
       on_long: 'error' raises for longer prompts, 'drop' skips them.
 
     Raises:
       InputError: The source is empty.
     """
-    import grain  # Only training draws prompts.
+    import grain  # Imported here: only training draws prompts.
 
     if len(source) == 0:
       raise InputError("the dataset is empty; check data.source and data.path")
@@ -206,18 +206,18 @@ class PromptSource:
     self._max_length, self._drop = max_prompt_length, on_long == "drop"
     order = grain.MapDataset.source(range(len(source)))
     if seed is not None:
-      # The epoch is added to grain's seed: without hashing, the second epoch
-      # of seed 0 would be the first epoch of seed 1.
+      # Grain adds the epoch to its seed: without hashing, the second epoch of
+      # seed 0 would be the first epoch of seed 1.
       hashed = np.random.SeedSequence(seed).generate_state(1, np.uint32)[0]
       order = order.shuffle(seed=int(hashed))
     self._order = order.repeat()
 
   def __len__(self) -> int:
-    """Examples in one epoch."""
+    """Returns the number of examples in one epoch."""
     return len(self._source)
 
   def init(self) -> PromptSourceState:
-    """The state before the first draw."""
+    """Returns the state before the first draw."""
     return PromptSourceState(position=0, drawn=0)
 
   def draw(
@@ -226,7 +226,7 @@ class PromptSource:
     """Draws the next `n` prompts.
 
     Raises:
-      InputError: A prompt is too long, or all are with on_long='drop'.
+      InputError: A prompt is too long; with on_long='drop', all prompts are.
     """
     prompts, position, misses = [], state.position, 0
     while len(prompts) < n:
@@ -235,7 +235,7 @@ class PromptSource:
       if prompt is not None:
         prompts.append(prompt)
       misses = 0 if prompt is not None else misses + 1
-      # This many positions in a row include every prompt of the data.
+      # This many consecutive positions include every prompt of the data.
       if misses == min(2 * len(self) - 1, 10_000):
         raise InputError(
           f"{misses} prompts in a row are longer than"
@@ -247,14 +247,14 @@ class PromptSource:
   def observe(
     self, state: PromptSourceState, responses: Responses
   ) -> PromptSourceState:
-    """Learns from the judged responses of a step; this source learns nothing.
+    """Updates the state from the judged responses of a step; here a no-op.
 
     A curriculum overrides this and `draw`.
 
     Args:
       state: the state after the draws of the step.
-      responses: all that were judged, also those that dynamic sampling
-        discarded and those of `again`; each of them once.
+      responses: all judged responses, each of them once, including those that
+        dynamic sampling discarded and those to the prompts of `again`.
     """
     del responses
     return state
@@ -262,15 +262,16 @@ class PromptSource:
   def again(
     self, state: PromptSourceState, judged: Any
   ) -> tuple[list[Prompt], PromptSourceState]:
-    """Draws more prompts for the batch that has just been judged; here none.
+    """Draws more prompts once the batch of a step has been judged; here none.
 
-    Called once per step. The same weights sample their responses, which join
-    the batch. With the group id of a judged prompt they join its group.
+    Called once per step. Their responses are sampled with the same weights and
+    join the batch; a prompt with the group id of a judged prompt extends that
+    group.
 
     Args:
       state: the state after the draws of the step.
       judged: the step's responses with prompts, texts and verdicts (a
-        `rewards.judge.Judged`), also those that dynamic sampling discards.
+        `rewards.judge.Judged`), including those that dynamic sampling discards.
     """
     del judged
     return [], state
@@ -279,13 +280,13 @@ class PromptSource:
   def has_several_sources(self) -> bool:
     """Whether the examples name 2 to `MOST_SOURCES` data sources.
 
-    Reads them once; over `sources.MOST_READ` examples are not read.
+    Reads all examples once; more than `sources.MOST_READ` are not read.
     """
     rows = range(len(self) if len(self) <= MOST_READ else 0)
     return 1 < len({self._source[i].source for i in rows}) <= MOST_SOURCES
 
   def check(self, example_ids: Sequence[int]) -> list[bool]:
-    """Tokenizes rows of the data; returns False for dropped ones.
+    """Tokenizes rows of the data; returns False for each dropped row.
 
     Raises:
       InputError: A prompt is too long or cannot be tokenized.
@@ -293,24 +294,24 @@ class PromptSource:
     return [self._tokens(self._source[i]) is not None for i in example_ids]
 
   def answer(self, example_id: int) -> str:
-    """Returns the answer to a row of the data."""
+    """Returns the answer in a row of the data."""
     return self._source[example_id].answer
 
   def column(self, name: str, example_ids: np.ndarray) -> np.ndarray:
-    """Returns numbers of a column of the data, float32 [B].
+    """Returns the numbers in a column of the data, float32 [B].
 
     Args:
-      name: of the column.
+      name: name of the column.
       example_ids: rows of the data, [B].
 
     Raises:
-      InputError: A row has no number there.
+      InputError: The column is missing or not a number in a row.
     """
     out = []
     for example in (self._source[int(i)] for i in example_ids):
       with as_input_error(
         f"{example.id}: column {name!r}",
-        "a part of the method reads a number there",
+        "a part of the method reads a number from it",
         *(KeyError, TypeError, ValueError),
       ):
         out.append(float(example.columns[name]))
@@ -330,12 +331,12 @@ class PromptSource:
     )
 
   def example(self, example_id: int, group_id: int) -> Example:
-    """Returns a row of the data as a draw of it asks for it."""
+    """Returns the example in a row of the data, as used for one draw."""
     del group_id
     return self._source[example_id]
 
   def prompt(self, example_id: int, group_id: int) -> Prompt | None:
-    """Returns the prompt of a row of the data; None if it is dropped."""
+    """Returns the prompt for a row of the data; None if it is dropped."""
     example = self.example(example_id, group_id)
     tokens = self._tokens(example)
     if tokens is None:

@@ -4,8 +4,8 @@
 
 The answer is the first number below the divisor. A step depends only on the
 step before it, so that a small model can write hundreds of tokens without a
-mistake. The number of steps has a long tail, and so has the length of
-responses: most are short, a few are very long.
+mistake. The number of steps, and so the length of responses, is long-tailed:
+most are short, a few are very long.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ import numpy as np
 
 from jaxrl_llm.data import tasks
 
-_LARGEST = 99  # Two digits: a small model learns their subtraction for good.
+_LARGEST = 99  # A small model learns to subtract two digits without errors.
 _DIVISORS = range(3, 10)  # With 2, guesses are right too often.
-_MOST_OPS = (_LARGEST + 1) // _DIVISORS[0] - 1  # With every remainder.
+_MOST_OPS = (_LARGEST + 1) // _DIVISORS[0] - 1  # Allows every remainder.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RemainderProblem(tasks.Problem):
 
 
 def _divisors(operations: int) -> range:
-  """Returns the divisors whose numbers stay in range with so many lines."""
+  """Returns the divisors that keep numbers in range with so many steps."""
   most = (_LARGEST + 1) // (operations + 1)
   return range(_DIVISORS[0], min(_DIVISORS[-1], most) + 1)
 
@@ -48,12 +48,12 @@ def draw_problem(
   """Draws a division with quotient n, P(n) ∝ n^-tail.
 
   The divisor is uniform among those of 3..9 that keep the number below 100,
-  the remainder in 0..divisor - 1.
+  and the remainder is uniform in 0..divisor - 1.
 
   Args:
     rng: source of randomness; advanced.
     max_ops: largest n.
-    tail: exponent; 0 is uniform, larger is shorter.
+    tail: exponent; 0 is uniform, larger values give shorter problems.
 
   Returns:
     The problem.
@@ -66,13 +66,13 @@ def draw_problem(
 
 
 class Remainder(tasks.DrawnProblems):
-  """Divisions with a long tail of quotients; see `DrawnProblems`."""
+  """Divisions with long-tailed quotients; see `DrawnProblems`."""
 
   def __init__(self, *, max_ops: int = 32, tail: float = 1.1, **source: Any):
     """Chooses a split.
 
     Args:
-      max_ops: most subtractions, n; at most 32.
+      max_ops: maximum number of subtractions, n; at most 32.
       tail: P(n) ∝ n^-tail.
       **source: split, seed and eval_size of `DrawnProblems`.
 

@@ -1,8 +1,8 @@
-"""Groups that are trained on again in later steps.
+"""Replay store: groups that are trained on again in later steps.
 
-A batch then has fewer new responses. Replayed rows keep the versions and the
-log-probs that they were sampled with, so that a correction can weigh them.
-Their sample ids are negative, since each response is handed over once.
+A batch with replayed groups has fewer new responses. Replayed rows keep the
+versions and log-probs that they were sampled with, so that a correction can
+weight them. Their sample ids are negative, which marks them as not new.
 
 Reference: Sun et al. 2025 (DOTS with rollout replay), arXiv:2506.05316.
 """
@@ -25,15 +25,15 @@ KEEP = {
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-  """Draws groups from a store, which is a value, and adds to it.
+  """Draws groups from a store and adds to it; the store is a plain value.
 
   Attributes:
-    groups: groups of a batch that are replayed, once so many are stored; at
-      least 1.
-    capacity: groups in the store; the oldest ones leave first.
-    keep: which groups are stored, one of `KEEP`.
+    groups: number of groups of a batch that are replayed, once that many are
+      stored; at least 1.
+    capacity: maximum number of stored groups; the oldest ones are evicted.
+    keep: which groups are stored, a key of `KEEP`.
     seed: seed of the draws.
-    feed: exchanges responses with other policies, one of `FEEDS`.
+    feed: exchanges responses with other policies, made by one of `FEEDS`.
   """
 
   groups: int
@@ -43,11 +43,11 @@ class Replay:
   feed: Any = None
 
   def draw(self, store: Responses | None, step: int) -> Responses | None:
-    """Returns replayed groups; None until there are enough.
+    """Returns the groups to replay; None until enough are stored.
 
     Args:
       store: the stored groups.
-      step: any number that no other draw has.
+      step: a number that is unique to this draw.
     """
     stored = [] if store is None else np.unique(store.rollout.group_id)
     if len(stored) < self.groups:
@@ -61,31 +61,31 @@ class Replay:
   def add(
     self, store: Responses | None, responses: Responses
   ) -> Responses | None:
-    """Returns the store with a batch of new groups."""
+    """Returns the store with the groups of a new batch added."""
     kept = take_rows(responses, KEEP[self.keep](responses))
     if not len(kept.rewards):
       return store
     joined = join_rows([store, kept])
-    group = joined.rollout.group  # In the order in which they were added.
+    group = joined.rollout.group  # Numbered in the order of insertion.
     return take_rows(joined, group >= group.max() + 1 - self.capacity)
 
   def complete(
     self, store: Responses | None, batch: Responses
   ) -> Responses | None:
-    """Returns stored rows that a batch of new groups lacks, or None.
+    """Returns stored rows to add to the groups of a new batch, or None.
 
-    Groups that are drawn whole leave nothing to complete.
+    Here None: this class replays entire groups.
 
     Args:
       store: the stored responses.
-      batch: judged responses of whole groups.
+      batch: judged responses of complete groups.
     """
     del store, batch
 
 
-# Name -> which groups of a batch the store provides for.
+# Name -> replay class; determines which groups of a batch are replayed.
 REPLAYS = Table("replay", any=Replay)
 
-# Setting that switches it on -> (config group schedule) -> what exchanges
-# responses with other policies, see `methods.sapo.Swarm`.
+# Setting that switches the feed on -> (config group schedule) -> object that
+# exchanges responses with other policies, see `methods.sapo.Swarm`.
 FEEDS = Table("feed")

@@ -2,9 +2,8 @@
 
 A row has a question, as text or as a conversation. The columns of this library
 (`question`, `answer`), of verl (`prompt`, `data_source`, `reward_model`) and of
-TRL (`prompt`, `solution` or `ground_truth`, any) are known by their names;
-others are named by a mapping. Every column stays with the example, for its
-reward.
+TRL (`prompt`, `solution` or `ground_truth`, any) are recognized by name; a
+mapping names other columns. All columns stay with the example, for rewards.
 """
 
 import collections
@@ -32,8 +31,8 @@ COLUMNS = {
 }
 # Advice for a path without a file extension.
 _HUB = (
-  "check the path. A data set of the Hub: `hf download {} --repo-type=dataset"
-  " --local-dir DIR` and data.source=parquet with"
+  "check the path. For a dataset of the Hub: `hf download {}"
+  " --repo-type=dataset --local-dir DIR` and data.source=parquet with"
   " data.path='DIR/*/train*.parquet', or JSON lines by to_json('FILE.jsonl') of"
   " `datasets`"
 )
@@ -52,11 +51,11 @@ def read_examples(
   """Reads the examples of JSONL and Parquet files, in order.
 
   Args:
-    path: a file, several separated by commas, or patterns of names.
+    path: a file, several separated by commas, or glob patterns.
     columns: see `to_example`.
 
   Raises:
-    InputError: see `read_rows` and `to_example`.
+    InputError: See `read_rows` and `to_example`.
   """
   examples, paths = [], files(path)
   for file, stem in zip(paths, told_apart([x.stem for x in paths], paths)):
@@ -69,7 +68,7 @@ def read_examples(
 def told_apart(
   names: Sequence[str], paths: Sequence[str | pathlib.Path]
 ) -> list[str]:
-  """Returns the names of paths, with their folders in front of equal names."""
+  """Returns the names of paths; equal names are prefixed with their folder."""
   count = collections.Counter(names)
   folder = lambda path: pathlib.Path(path).absolute().parent.name
   return [
@@ -80,7 +79,7 @@ def told_apart(
 
 def files(path: str) -> list[pathlib.Path]:
   """Returns the files of a path, which may be several names or patterns."""
-  # Not pathlib, which raises if a list of names is too long to be one name.
+  # Not pathlib: it raises if a list of names exceeds the limit of a file name.
   names = [path] if os.path.exists(path) else path.split(",")
   found = []
   for name in names:
@@ -94,7 +93,7 @@ def read_rows(path: pathlib.Path, *, text: bool = False) -> list[Row]:
 
   Args:
     path: path of the file: Parquet, or JSON lines (one object per line).
-    text: whether the lines are prompts instead.
+    text: whether each line is a prompt instead of an object.
 
   Raises:
     InputError: The file cannot be read, has no rows, or a line is malformed.
@@ -115,12 +114,12 @@ def parse_rows(data: bytes, name: str, *, text: bool = False) -> list[Row]:
   else:
     rows = [Row(at, parse_object(x, at)) for at, x in read_lines(data, name)]
   if not rows:
-    raise InputError(f"{name}: there are no rows; write one a line")
+    raise InputError(f"{name}: there are no rows; write one per line")
   return rows
 
 
 def _read_parquet(data: bytes, name: str) -> list[dict[str, Any]]:
-  import pyarrow.parquet  # Heavy; TFDS brings it along.
+  import pyarrow.parquet  # Slow to import; a dependency of TFDS.
 
   kinds = pyarrow.ArrowException, OSError
   with as_input_error(f"{name}: damaged", "get it again", *kinds):
@@ -144,14 +143,15 @@ def read_lines(data: bytes, name: str) -> Iterator[tuple[str, str]]:
   """Yields the lines of a UTF-8 file; blank lines are skipped.
 
   Args:
-    data: content of the file; removes a byte order mark and CRs at line ends.
+    data: content of the file; a byte order mark and CRs at line ends are
+      removed.
     name: name of the file.
 
   Yields:
-    The name of a line for messages, and its text.
+    The location of a line, for messages, and its text.
 
   Raises:
-    InputError: a line is not UTF-8.
+    InputError: A line is not UTF-8.
   """
   lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
   for number, line in enumerate(lines, start=1):
@@ -163,32 +163,32 @@ def read_lines(data: bytes, name: str) -> Iterator[tuple[str, str]]:
 
 
 def read_text(path: pathlib.Path, advice: str) -> str:
-  """Reads a small text file; raises InputError with advice if it cannot."""
+  """Reads a small text file; raises an InputError with `advice` on failure."""
   kinds = OSError, UnicodeDecodeError
   with as_input_error(f"{path}: cannot be read", advice, *kinds):
     return _regular(path).read_text(encoding="utf-8")
 
 
 def _regular(path: pathlib.Path) -> pathlib.Path:
-  """Refuses pipes and devices, which may have no end, by an OSError."""
+  """Returns `path`; raises an OSError for pipes and devices (may not end)."""
   if path.exists() and not (path.is_file() or path.is_dir()):
     raise OSError("it is a pipe or a device")
   return path
 
 
 def read_object(path: pathlib.Path, advice: str) -> dict[str, Any]:
-  """Reads a JSON object of a small file; raises InputError with advice."""
+  """Reads a JSON object from a small file; InputErrors have `advice`."""
   return parse_object(read_text(path, advice), str(path), advice)
 
 
 def parse_object(
-  text: str, where: str, advice: str = "write one object a line"
+  text: str, where: str, advice: str = "write one object per line"
 ) -> dict[str, Any]:
   """Parses a JSON object.
 
   Args:
-    text: a line or a file.
-    where: its name, for messages.
+    text: content of a line or a file.
+    where: its location, for messages.
     advice: advice in the error.
 
   Raises:
@@ -202,7 +202,7 @@ def parse_object(
 
 
 def _refuse(constant: str) -> None:
-  raise ValueError(f"{constant} is no JSON number")
+  raise ValueError(f"{constant} is not a JSON number")
 
 
 def to_example(
@@ -217,14 +217,14 @@ def to_example(
 
   Args:
     row: a row of the data.
-    columns: key of `COLUMNS` -> name of a column; dots reach into objects.
+    columns: key of `COLUMNS` -> name of a column; dots access nested objects.
     name: id of the example, unless the row has one.
-    source: its source, unless the row has one.
-    solved: whether an answer is needed. Rows with the column `question` must
-      then have one; for others the reward decides.
+    source: data source of the example, unless the row has one.
+    solved: whether to read the answer. Rows whose question is in a column
+      `question` or `problem` must then have one; for others the reward decides.
 
   Raises:
-    InputError: A column is missing or is not a text; names the alternatives.
+    InputError: A column is missing or not text; the message lists the others.
   """
   columns = columns or {}
   key, asked = _find(row, columns, "question")
@@ -242,7 +242,7 @@ def to_example(
       " messages with the strings 'role' and 'content'"
     )
   answered = not is_text and asked[-1]["role"] == "assistant"
-  if answered and key != "prompt":  # A whole conversation.
+  if answered and key != "prompt":  # A complete conversation.
     turn = [message["role"] for message in asked].index("assistant")
     asked, completion = asked[:turn], asked[turn:]
     if not asked:
@@ -251,7 +251,7 @@ def to_example(
       )
   column, answer = _find(row, columns, "answer") if solved else ("", None)
   if column == "final_answer" and isinstance(answer, list) and answer:
-    answer = answer[0]  # OlympiadBench: a list of one.
+    answer = answer[0]  # OlympiadBench has a list with one answer.
   if solved and answer is None and key in ("question", "problem"):
     raise InputError(f"{row.where}: no field 'answer'; {_has(row)}")
   text = _text(asked, row, key)  # Checks a conversation too.
@@ -267,7 +267,7 @@ def to_example(
 
 
 def is_conversation(value: Any) -> bool:
-  """Whether a value is a list of messages with a role and a text."""
+  """Whether a value is a list of messages with string roles and contents."""
   if not isinstance(value, list) or not value:
     return False
   return all(
@@ -297,11 +297,11 @@ def _find(
 
 def _has(row: Row) -> str:
   names = ", ".join(map(repr, row.fields))
-  return f"it has {names}; say by data.columns which is which"
+  return f"it has {names}; map them with data.columns"
 
 
 def _text(value: Any, row: Row, name: str) -> str | None:
-  """Returns a text or number as text; lists and objects as JSON."""
+  """Converts a text or number to text, and lists and objects to JSON."""
   if value is None:
     return None
   what = f"{row.where}: {name!r}"
@@ -312,7 +312,7 @@ def _text(value: Any, row: Row, name: str) -> str | None:
   is_json = isinstance(value, (list, dict))
   text = json.dumps(value, ensure_ascii=False) if is_json else str(value)
   if not text.strip():
-    raise InputError(f"{what} is {text!r}; give a text, not empty")
+    raise InputError(f"{what} is {text!r}; give a text that is not blank")
   half = f"{what} holds half a surrogate pair"
   with as_input_error(half, "repair the escape", UnicodeEncodeError):
     text.encode("utf-8")

@@ -9,12 +9,12 @@ from jaxrl_llm.data import remainder, rows, tasks
 from jaxrl_llm.errors import InputError, as_input_error
 
 _EVAL_SPLITS = ("eval", "test", "validation")  # In order of preference.
-MOST_READ = 10_000_000  # Examples of a source that is read from end to end.
-_MOST_HELD = 1000  # Questions that are held out; plenty to evaluate on.
+MOST_READ = 10_000_000  # Larger sources are never read in full.
+_MOST_HELD = 1000  # Maximum number of held-out questions.
 
 
 class Source(Protocol):
-  """Anything with a length and examples at indices."""
+  """Random-access source: a length, and an example at each index."""
 
   def __len__(self) -> int: ...
 
@@ -27,7 +27,7 @@ class LazySource:
   def __init__(
     self, make: Callable[[int], tasks.Example], indices: Sequence[int]
   ):
-    """Takes `make`, from an index to an example, and the indices in order."""
+    """Takes `make`, which maps an index to an example, and ordered indices."""
     self._make, self._indices = make, indices
 
   def __len__(self) -> int:
@@ -45,27 +45,27 @@ def read_tfds(
   data_dir: str | None = None,
   download: bool = True,
 ) -> LazySource:
-  """A TensorFlow Datasets dataset, read without TensorFlow.
+  """Opens a TensorFlow Datasets dataset without TensorFlow.
 
   The dataset must have been prepared in the array_record format.
 
   Args:
-    path: its name as TFDS writes it: name, name/config or name:version.
-    split: TFDS split, slices allowed: 'train[:10%]'. 'eval' is the first of
-      eval, test and validation that there is.
+    path: name in TFDS notation: name, name/config or name:version.
+    split: TFDS split, slices allowed: 'train[:10%]'. 'eval' is the first
+      existing split of eval, test and validation.
     columns: see `rows.to_example`.
     data_dir: directory of datasets; None is the default of TFDS.
     download: whether to download and prepare a missing dataset.
 
   Raises:
-    InputError: the dataset cannot be opened or is empty.
+    InputError: The dataset cannot be opened or is empty.
   """
-  import tensorflow_datasets as tfds  # Heavy, and used here only.
+  import tensorflow_datasets as tfds  # Slow to import, and used only here.
 
   with as_input_error(
     f"TFDS dataset {path!r}, split {split!r}: cannot be opened",
     "check data.path, data.split, eval.split and data_dir",
-    Exception,  # Builders are foreign code.
+    Exception,  # Builders are third-party code and may raise anything.
   ):
     records = tfds.data_source(
       path,
@@ -91,7 +91,7 @@ def read_tfds(
   return LazySource(example, range(size))
 
 
-# Name -> what makes the source; see `register.source`.
+# Name -> factory of the source; see `register.source`.
 SOURCES: dict[str, Callable[..., Source]] = {
   "chain_sum": tasks.ChainSum,
   "remainder": remainder.Remainder,
@@ -104,10 +104,10 @@ FILES = ("jsonl", "parquet")  # Sources that read files.
 
 
 def reads(name: str) -> frozenset[str]:
-  """Returns the arguments of a source; `**settings` adds split and seed.
+  """Returns the arguments of a source; `**kwargs` implies split and seed.
 
   Raises:
-    InputError: unknown name.
+    InputError: The name is unknown.
   """
   if name not in SOURCES:
     raise InputError(
@@ -134,14 +134,14 @@ def make_source(
   seed: int = 0,
   columns: Mapping[str, str] | None = None,
 ) -> Source:
-  """Returns a source by name; passes the arguments that it reads.
+  """Makes a source by name, from the arguments that it reads.
 
   Args:
-    name: one of `SOURCES`.
+    name: a key of `SOURCES`.
     settings: settings of this source.
     path: its files, or the name of a dataset.
-    split: split of a source that has splits.
-    seed: seed of the problems of a task.
+    split: split, for sources that have splits.
+    seed: seed of a task's problems.
     columns: see `rows.to_example`.
 
   Raises:
@@ -174,21 +174,25 @@ def make_source(
 def hold_out(source: Source, share: float, label: str) -> tuple[Source, Source]:
   """Splits a source by question into training and evaluation data.
 
-  The choice depends only on the texts of the questions, not on a seed or their
-  number, and no question is on both sides.
+  Questions are chosen by a hash of their text, without a seed, and no question
+  is in both parts.
 
   Args:
-    source: at least two questions.
-    share: fraction of the questions to hold out; at least 1, at most 1,000.
+    source: source with at least two questions.
+    share: fraction of the questions to hold out: at least 1 question, at most
+      1,000.
     label: label of the source, for messages.
+
+  Returns:
+    The training and the evaluation source.
 
   Raises:
     InputError: There are too few questions, or too many to read.
   """
   if len(source) > MOST_READ:
     raise InputError(
-      f"{label}: over {MOST_READ:,} examples are too many to hold some out;"
-      " choose eval.source, or let the source read `split`"
+      f"{label}: cannot hold out questions of over {MOST_READ:,} examples;"
+      " choose eval.source, or give the source an argument `split`"
     )
   digest = lambda text: hashlib.sha256(text.encode()).digest()
   asked = [digest(source[i].question) for i in range(len(source))]

@@ -19,7 +19,7 @@ import numpy as np
 
 CHARACTERS = "0123456789+-=?;#."  # The alphabet of chain_sum.
 MAX_TOTAL = 99
-_EVAL_SEED = 20250407  # Independent of training seeds: evaluation is fixed.
+_EVAL_SEED = 20250407  # Fixed: evaluation does not depend on training seeds.
 _TRAIN_STREAM, _EVAL_STREAM = 0, 1
 # Minimum number of operations of evaluation problems. Shorter problems are few,
 # and holding them out would remove them from training.
@@ -33,13 +33,13 @@ class Example:
 
   id: str  # Unique within its source.
   question: str
-  answer: str  # The reward compares with it.
-  source: str  # Data source; metrics are grouped by it.
+  answer: str  # Reference answer for the reward.
+  source: str  # Data source, by which metrics are grouped.
   # A conversation whose last message is the question.
   messages: Sequence[Mapping[str, str]] | None = None
   # All columns of the row, for the reward.
   columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  # The data's own answer, a text or messages, which SFT trains on; or None.
+  # Demonstrated response that SFT trains on, as text or messages; or None.
   completion: Any = None
 
 
@@ -51,9 +51,9 @@ class Prompt(Example):
   group_id: int  # Unique per draw: a prompt drawn twice is two groups.
   tokens: tuple[int, ...]
   text: str = ""  # The decoded tokens, for rewards and display.
-  tries: int = 0  # Responses in its group; 0 is data.group_size.
+  tries: int = 0  # Size of its group; 0 is data.group_size.
   opening: tuple[int, ...] = ()  # Given tokens that its responses begin with.
-  # Which of them carry loss; if set, they are the whole response.
+  # Which opening tokens carry loss; if set, the opening is the full response.
   demonstrated: tuple[bool, ...] = ()
 
 
@@ -61,7 +61,7 @@ class Problem:
   """A calculation in steps; hashable.
 
   Attributes:
-    terms: the first number, then what each step adds.
+    terms: the first number, then the number that each step adds.
     question: text of the question.
   """
 
@@ -70,12 +70,12 @@ class Problem:
 
   @property
   def totals(self) -> tuple[int, ...]:
-    """Running totals, the first term included."""
+    """Running totals, including the first term."""
     return tuple(itertools.accumulate(self.terms))
 
   @property
   def operations(self) -> int:
-    """Steps of the clean solution."""
+    """Number of steps of the clean solution."""
     return len(self.terms) - 1
 
   @property
@@ -96,7 +96,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class ChainProblem(Problem):
-  """A running sum: signed terms, the first of them positive."""
+  """A running sum of signed terms; the first one is positive."""
 
   terms: tuple[int, ...]
 
@@ -110,13 +110,13 @@ def draw_problem(
 ) -> ChainProblem:
   """Draws a running sum.
 
-  The number of operations is uniform in [min_ops, max_ops], operands are
-  uniform in 1..9, signs fair; a step that would leave 0..99 is drawn again.
+  The number of operations is uniform in [min_ops, max_ops], and operands are
+  uniform in 1..9 with random signs; a step that would leave 0..99 is redrawn.
 
   Args:
     rng: source of randomness; advanced.
-    min_ops: fewest operations, at least 1.
-    max_ops: most operations.
+    min_ops: minimum number of operations, at least 1.
+    max_ops: maximum number of operations.
 
   Returns:
     The problem.
@@ -149,7 +149,7 @@ class DrawnProblems:
 
   The evaluation split is a fixed list of distinct problems, the same for every
   seed, with at least three operations (or `max_ops`, if lower). It is disjoint
-  from the training split: an index with a problem of the list draws again.
+  from the training split: an index that draws one of its problems redraws.
   """
 
   def __init__(
@@ -167,9 +167,10 @@ class DrawnProblems:
     Args:
       name: name of the task, for the ids of its examples.
       draw: (rng, **settings) -> problem.
-      settings: settings of `draw`; one of them is max_ops, the most operations.
+      settings: settings of `draw`; one of them is max_ops, the maximum number
+        of operations.
       split: 'train' (endless) or 'eval' (`eval_size` fixed problems).
-      seed: chooses the training problems; evaluation does not depend on it.
+      seed: seed of the training problems; evaluation does not depend on it.
       eval_size: number of evaluation problems.
 
     Raises:
@@ -195,7 +196,7 @@ class DrawnProblems:
 
   def problem(self, index: int) -> Problem:
     """Returns the problem at `index`."""
-    index = range(len(self))[index]  # IndexError where out of range.
+    index = range(len(self))[index]  # Raises IndexError if out of range.
     if self._split == "eval":
       return self._eval[index]
     rng = np.random.default_rng((self._seed, _TRAIN_STREAM, index))
@@ -218,14 +219,14 @@ def _eval_problems(
     problem = draw(rng, **settings)
     if problem.operations < fewest or problem in found:
       continue
-    if len(found) == size:  # One more: training is left with something.
+    if len(found) == size:  # One more exists, so training has a problem.
       return tuple(found)
     found[problem] = None
   shown = ", ".join(f"{k}={v}" for k, v in settings.items())
   raise ValueError(
     f"eval_size={size} is too large: with {shown} only {len(found)} distinct"
     f" problems of {fewest} or more operations were found, and training needs"
-    " one beside those of the evaluation"
+    " at least one more than evaluation"
   )
 
 
@@ -236,8 +237,8 @@ class ChainSum(DrawnProblems):
     """Chooses a split.
 
     Args:
-      min_ops: fewest operations, at least 1.
-      max_ops: most operations.
+      min_ops: minimum number of operations, at least 1.
+      max_ops: maximum number of operations.
       **source: split, seed and eval_size of `DrawnProblems`.
 
     Raises:
@@ -260,14 +261,15 @@ def sums(
   digits: int = 2,
   eval_size: int | None = None,
 ) -> list[Example]:
-  """Two-number additions: `47 + 38 =` -> `85`.
+  """Makes two-number additions: `47 + 38 =` -> `85`.
 
-  All pairs of numbers with the given digits, in an order drawn once: the first
-  `eval_size` are the evaluation split, the others the training split.
+  The problems are all pairs of numbers with the given number of digits. In one
+  fixed order, the first `eval_size` are the evaluation split and the others the
+  training split.
 
   Args:
     split: 'train' or 'eval'.
-    seed: order of the training split; evaluation does not depend on it.
+    seed: seed of the training split's order; evaluation does not depend on it.
     digits: 1 (numbers 1..9) or 2 (10..99).
     eval_size: number of evaluation problems; None means 200, or 20 of the 81
       one-digit problems.

@@ -1,7 +1,7 @@
-"""Tokenizer of a Hugging Face style directory.
+"""Tokenizer loaded from a directory in the Hugging Face format.
 
-The spelling of a control token inside a text is ordinary text, because texts
-are untrusted. Control tokens come only from `prefix` and a chat template.
+Texts are untrusted, so the spelling of a control token in a text is encoded as
+plain text. Control tokens come only from `prefix` and a chat template.
 """
 
 import contextlib
@@ -33,21 +33,21 @@ class Tokenizer:
     eos_id: the first stop token.
     stop_tokens: all tokens that end a response.
     bos_id: the token that begins a text, or None.
-    prefix: control tokens that the files put before every text (Llama 3 begins
-      with its bos token; most others with nothing).
+    prefix: control tokens that the tokenizer adds before every text (Llama 3
+      adds its bos token; most others add none).
     chat_template: Jinja source, or None.
   """
 
   def __init__(self, path: str | pathlib.Path):
-    """Reads `tokenizer.json` and the small files beside it.
+    """Reads `tokenizer.json` and the config files next to it.
 
     Args:
-      path: directory with `tokenizer.json`; `generation_config.json`,
-        `config.json` and `tokenizer_config.json` are read where present, for
-        the end, padding and begin tokens (in this order).
+      path: directory with `tokenizer.json`. The eos, padding and bos tokens are
+        looked up in `generation_config.json`, `config.json` and
+        `tokenizer_config.json`, in this order, where present.
 
     Raises:
-      InputError: a file is missing or damaged, or no end token is named.
+      InputError: A file is missing or damaged, or no eos token is given.
     """
     directory = pathlib.Path(path)
     plain = _read_tokenizer(directory / "tokenizer.json")
@@ -86,7 +86,7 @@ class Tokenizer:
     }
 
   def check_model(self, vocab_size: int) -> None:
-    """Raises an InputError if a model of this vocabulary lacks some tokens."""
+    """Raises an InputError if the model's vocabulary is too small."""
     if self.vocab_size > vocab_size:
       raise InputError(
         f"{self.path}: the tokenizer has {self.vocab_size} tokens but the model"
@@ -94,16 +94,16 @@ class Tokenizer:
       )
 
   def check_same(self, other: "Tokenizer") -> None:
-    """Raises an InputError if another tokenizer has other tokens."""
+    """Raises an InputError if the other tokenizer has different tokens."""
     tokens, others = (x._plain.get_vocab(True) for x in (self, other))
     if tokens != others:
       raise InputError(
-        f"{other.path}: its tokens are others than those of {self.path}; use"
-        " a model with the same tokenizer"
+        f"{other.path}: its tokens differ from those of {self.path}; use a"
+        " model with the same tokenizer"
       )
 
   def encode(self, text: str) -> list[int]:
-    """Returns the tokens of plain text: no control token is added or read."""
+    """Encodes plain text; adds and recognizes no control tokens."""
     return self._encode(self._plain, text)
 
   def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
@@ -113,7 +113,7 @@ class Tokenizer:
 
   @functools.cached_property
   def _control(self) -> tokenizers.Tokenizer:
-    """The tokenizer that reads the spelling of a control token as the token."""
+    """The same tokenizer, except that it recognizes control tokens in texts."""
     control = tokenizers.Tokenizer.from_str(self._plain.to_str())
     control.encode_special_tokens = False
     return control
@@ -122,14 +122,14 @@ class Tokenizer:
     """Returns the single token of each text.
 
     Raises:
-      InputError: A text has several tokens; names the setting.
+      InputError: A text is not exactly one token; the message contains `name`.
     """
     tokens = [self.encode(text) for text in texts]
     for text, found in zip(texts, tokens):
       if len(found) != 1:
         raise InputError(
           f"{name} has {text!r}, which is {len(found)} tokens of {self.path};"
-          " give texts that are one"
+          " each text must be a single token"
         )
     return [token for (token,) in tokens]
 
@@ -141,13 +141,13 @@ class Tokenizer:
       )
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    """Returns the text of each token, control tokens included.
+    """Returns the text of each token, including control tokens.
 
-    Joined, they are the decoded text. A character of several tokens belongs to
-    the last of them.
+    The concatenation is the decoded text. A character that spans several tokens
+    belongs to the last of them.
     """
     decode = functools.partial(self.decode, skip_special=False)
-    # Tokens before `read` have their text; decoders need the one before.
+    # Tokens before `read` are done; decoders need the previous one as context.
     out, before, read = [], 0, 0
     for end in range(1, len(ids) + 1):
       known = decode(ids[before:read])
@@ -167,18 +167,18 @@ class Tokenizer:
   ) -> list[int]:
     """Returns the tokens of a conversation, up to the model's next turn.
 
-    Control tokens that the template writes become control tokens; the same
+    Control tokens written by the template become control tokens; the same
     spelling inside a message's content stays plain text.
 
     Args:
       messages: mappings with the keys `role` and `content`.
-      kwargs: further variables of the template.
+      kwargs: additional template variables.
 
     Returns:
-      Tokens, up to and with the opening of the assistant's turn.
+      Tokens, up to and including the opening of the assistant's turn.
 
     Raises:
-      InputError: there is no template, or it fails.
+      InputError: There is no template, or it fails.
     """
     if self.chat_template is None:
       raise InputError(
@@ -190,9 +190,9 @@ class Tokenizer:
       re.escape(t) for t in sorted(self._special, key=len, reverse=True)
     )
     pattern = re.compile(f"({special})" if special else r"(?!)")
-    # Spellings in the content are swapped for characters that occur nowhere,
-    # so the template may trim and split content as it likes, and swapped back
-    # once the template's own control tokens have been cut out.
+    # Replace spellings in the content by characters that occur nowhere else, so
+    # that the template may trim and split content freely, and restore them
+    # after the template's own control tokens have been cut out.
     taken = self.chat_template + "".join(m["content"] for m in messages)
     unused = (chr(c) for c in _PRIVATE_USE if chr(c) not in taken)
     disguise = dict(zip(self._special, unused))
@@ -203,8 +203,9 @@ class Tokenizer:
     ]
     rendered = self._render(hidden, kwargs or {})
     if rendered == rendered.translate(reveal):
-      # Encodes all at once: the tokens of a piece may depend on its context. If
-      # the normalizer made a control token of other text, it is cut as below.
+      # Encode everything at once: the tokens of a piece may depend on context.
+      # If the normalizer turned other text into a control token, fall through
+      # and encode the pieces separately.
       tokens = self._encode(self._control, rendered)
       ids = {*self._special.values()}
       control = [self._special[text] for text in pattern.findall(rendered)]
@@ -225,7 +226,7 @@ class Tokenizer:
     known = {
       "messages": messages,
       "add_generation_prompt": True,
-      # None and not undefined, as in transformers: templates ask for either.
+      # None, not undefined, as in transformers: templates test for either.
       "tools": None,
       "documents": None,
       "bos_token": spelling.get(self.bos_id, ""),
@@ -234,7 +235,7 @@ class Tokenizer:
     with as_input_error(
       f"{self.path}: the chat template failed",
       "check chat_template in tokenizer_config.json",
-      Exception,  # Also variables that cannot be pickled.
+      Exception,  # Includes variables that cannot be serialized.
     ):
       return chat_template.render(self.chat_template, {**known, **kwargs})
 
@@ -256,7 +257,7 @@ def _library(what: str, advice: str) -> Iterator[None]:
 
 
 def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
-  text = read_text(path, "give a model directory that holds tokenizer.json")
+  text = read_text(path, "give a model directory that has a tokenizer.json")
   with _library(f"{path}: damaged tokenizer", _AGAIN):
     tokenizer = tokenizers.Tokenizer.from_str(text)
   # Published files may enable both, which would truncate long prompts.
@@ -271,7 +272,7 @@ def _control_ids(
   tokenizer: tokenizers.Tokenizer,
   configs: Sequence[Mapping[str, Any]],
 ) -> tuple[int, ...]:
-  """Returns the ids of a control token, () where no file names one."""
+  """Returns the ids of a control token; () if no file specifies one."""
   *id_configs, token_config = configs
   named = [config.get(f"{kind}_token_id") for config in id_configs]
   token = token_config.get(f"{kind}_token")
@@ -283,7 +284,7 @@ def _control_ids(
   for i in ids:
     if type(i) is not int or i < 0 or tokenizer.id_to_token(i) is None:
       raise InputError(
-        f"{directory}: {kind}_token_id {i!r} is no token of tokenizer.json;"
+        f"{directory}: {kind}_token_id {i!r} is not a token of tokenizer.json;"
         " correct config.json or generation_config.json"
       )
   return tuple(ids)

@@ -13,10 +13,10 @@ def teacher_advantages(
 ) -> jax.Array:
   """Log-ratio of a teacher to the policy, A_t = log π_teacher - log π_old.
 
-  Its expectation under the policy is -KL(π_old ‖ π_teacher) of the token (the
-  k1 estimate), so that the policy gradient minimises the reverse KL. Every
-  token has its own advantage, and later tokens do not enter it: the gradient
-  is that of the mean of the tokens' KL on the responses as they were sampled.
+  Its expectation under the policy is -KL(π_old ‖ π_teacher) at the token (the
+  k1 estimate), so the policy gradient minimises the reverse KL. An advantage
+  depends on its own token only, not on later ones: the gradient is that of the
+  mean per-token KL, with the sampled responses held fixed.
 
   Args:
     old_logprobs: [..., T], of tokens that the policy sampled, under the policy.
@@ -24,7 +24,7 @@ def teacher_advantages(
     mask: [..., T], True at tokens that may carry loss.
 
   Returns:
-    float32 [..., T]; 0 in masked slots, and where both agree.
+    float32 [..., T]; 0 in masked slots and where both models agree.
 
   Reference: Thinking Machines Lab 2025, "On-Policy Distillation"; Agarwal et
     al. 2023 (GKD), arXiv:2306.13649, with λ = 1 and the reverse KL.

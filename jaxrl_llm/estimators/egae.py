@@ -26,16 +26,16 @@ def egae(
   boundary: str = "repeat",
   next_values: chex.Array | None = None,
 ) -> jax.Array:
-  """Extended GAE: generalised advantage estimation of unfinished responses.
+  """Extended GAE: generalised advantage estimation for unfinished responses.
 
     δ_t = r_t + γ V(s_{t+1}) - V(s_t)
     A_t = Σ_{k=0}^{l-t-1} (γ λ)^k δ_{t+k},   0 ≤ t < l,  V(s_l) := V(s_{l-1})
 
-  A response cut after l tokens has no reward yet. The sum ends at the cut, and
-  the value after it repeats the last one, so that with γ = 1 the last token
-  of a window gets exactly 0. With γ < 1 it gets -(1 - γ) V(s_{l-1}), an
+  A response that is cut after l tokens has no reward yet. The sum ends at the
+  cut, and the value after it repeats the last one, so that with γ = 1 the last
+  token of a window gets exactly 0. With γ < 1 it gets -(1 - γ) V(s_{l-1}), an
   unwanted penalty: use γ = 1. A response that ended, by its stop token or at
-  the hard limit, has no state after it and gets plain GAE, bit for bit.
+  the hard limit, has no next state and gets plain GAE, bit for bit.
 
   Args:
     token_rewards: [..., T], as in `gae`.
@@ -45,17 +45,16 @@ def egae(
     gamma: as in `gae`.
     lambda_: as in `gae`.
     boundary: V(s_l) of truncated rows. 'repeat' takes V of the row's last
-      unmasked token, as the paper; 'bootstrap' takes next_values; 'zero' treats
-      the response as ended, which is biased and serves for comparison.
-    next_values: [...], V(s_l), read by 'bootstrap' only, in
-      truncated rows.
+      unmasked token, as in the paper; 'bootstrap' takes next_values; 'zero'
+      treats the response as ended, which is biased and meant for comparison.
+    next_values: [...], V(s_l), read only by 'bootstrap' and in truncated rows.
 
   Returns:
     float32 [..., T]; 0 in masked slots.
 
   Raises:
     ValueError: for an unknown boundary, for 'bootstrap' without next_values,
-      and as `gae`.
+      and as in `gae`.
 
   Reference: Fan et al. 2025 (T-PPO), arXiv:2506.15050, equation 6.
 
@@ -63,7 +62,7 @@ def egae(
     >>> rewards = jnp.array([[0.0, 1.0], [0.0, 0.0]])
     >>> values = jnp.array([[0.25, 0.5], [0.25, 0.5]])
     >>> mask = jnp.ones((2, 2), bool)
-    >>> cut = jnp.array([False, True])  # The second response goes on.
+    >>> cut = jnp.array([False, True])  # The second response continues.
     >>> print(egae(rewards, values, mask, cut, gamma=1.0, lambda_=1.0))
     [[0.75 0.5 ]
      [0.25 0.  ]]
@@ -96,8 +95,8 @@ def boundary_error(
   """Mean |V(s_l) - V(s_{l-1})| over cut responses, EGAE's approximation error.
 
   'repeat' differs from 'bootstrap' at token t by
-  (γ λ)^(l-1-t) γ (V(s_l) - V(s_{l-1})), so that this number bounds the
-  approximation in units of the advantage.
+  (γ λ)^(l-1-t) γ (V(s_l) - V(s_{l-1})), so this number bounds the mean error
+  in units of the advantage.
 
   Args:
     values: [..., T], as in `egae`.
@@ -126,8 +125,8 @@ def drop_tail(
   """Removes the last tokens of each truncated row from a mask.
 
   For the policy loss only: the advantages of these tokens are the least
-  informed. Estimate with the full mask first, as the TD errors of dropped
-  tokens still belong to earlier ones.
+  reliable. Estimate advantages with the full mask first, as the TD errors of
+  dropped tokens still contribute to those of earlier tokens.
 
   Args:
     mask: [..., T], True at response tokens; may have holes.
@@ -158,12 +157,12 @@ def drop_tail(
 
 
 def _cut(mask: chex.Array, truncated: chex.Array) -> jax.Array:
-  """Rows that are truncated and have a token; [...]."""
+  """Returns which rows are truncated and have a token, bool [...]."""
   return jnp.asarray(truncated, bool) & jnp.any(mask, axis=-1)
 
 
 def _last(values: chex.Array, mask: chex.Array) -> jax.Array:
-  """The value of each row's last unmasked token; 0 for an empty row; [...]."""
+  """Returns the value of each row's last unmasked token, [...]; 0 if empty."""
   mask = jnp.asarray(mask, bool)
   time = jax.lax.broadcasted_iota(jnp.int32, mask.shape, mask.ndim - 1)
   latest = jnp.max(time, axis=-1, keepdims=True, where=mask, initial=-1)

@@ -1,8 +1,9 @@
 """HAPO's clip range, advantage and temperature from a token's entropy.
 
-One number per token drives all three: the entropy code h in [-1, 1], below 0
-where the policy is surer than at the pivot, above 0 where it is less sure. A
-code of 0 changes nothing. All of it is data: stop its gradient.
+All three depend on one number per token: the entropy code h in [-1, 1], which
+is negative where the policy is more certain than at the pivot and positive
+where it is less certain. A code of 0 changes nothing. Entropy codes are data:
+stop their gradient.
 """
 
 from collections.abc import Callable
@@ -22,14 +23,14 @@ _LEAST_ENTROPY = 1e-8
 class EntropyStatistics(NamedTuple):
   """Location and spread of a batch's log-entropies; float32 scalars.
 
-  Zeros, as for a batch without tokens, give every token the code 0: a neutral
-  start without statistics of an earlier batch.
+  If all are 0, as for a batch without tokens, every token gets the code 0: a
+  neutral start before there are statistics of an earlier batch.
   """
 
   pivot: jax.Array  # Quantile of log H.
   rms: jax.Array  # Root mean square of log H - pivot.
   high: jax.Array  # Largest (log H - pivot) / rms, at least 0.
-  low: jax.Array  # Least (log H - pivot) / rms, at most 0.
+  low: jax.Array  # Smallest (log H - pivot) / rms, at most 0.
 
 
 class ClipBounds(NamedTuple):
@@ -45,8 +46,8 @@ def entropy_statistics(
 ) -> EntropyStatistics:
   """Pivot and spread of the log-entropies of all tokens of a batch.
 
-  The pivot is the nearest-rank quantile, the ⌈q n⌉-th least of n tokens, and
-  the spread is taken about the pivot, not about the mean.
+  The pivot is the nearest-rank quantile, the ⌈q n⌉-th smallest of n tokens, and
+  the spread is measured around the pivot, not around the mean.
 
   Args:
     entropies: [..., T], in nats, of the policy at each token.
@@ -72,7 +73,7 @@ def entropy_statistics(
   mask = jnp.asarray(mask, bool)
   logs = _log_entropy(entropies, mask)
   ordered = jnp.sort(jnp.where(mask, logs, jnp.inf), axis=None)
-  # q n rounds, and a whole number must not become the next one.
+  # q n is rounded in floating point; an integer must not round up to the next.
   rank = jnp.ceil((quantile - 1e-6) * masked.masked_count(mask))
   place = jnp.maximum(rank.astype(jnp.int32) - 1, 0)
   pivot = jnp.where(jnp.any(mask), ordered[place], 0.0)
@@ -95,18 +96,18 @@ def entropy_code(
   *,
   sign: str = "intended",
 ) -> jax.Array:
-  """HAPO's entropy code: log-entropy about its pivot, scaled to [-1, 1].
+  """HAPO's entropy code: log-entropy relative to its pivot, in [-1, 1].
 
     h = (log H - pivot) / rms,   h / high where h > 0,   h / |low| where h < 0
 
   Args:
     entropies: [..., T], in nats.
     mask: [..., T], True at response tokens.
-    statistics: of these or of earlier tokens; beyond their range h is held at
-      -1 or 1.
+    statistics: statistics of these or of earlier tokens; beyond their range h
+      is clamped to -1 or 1.
     sign: 'intended' as above. 'released' divides by low where h < 0, as the
-      authors' code does; low-entropy tokens then get a *positive* code, and
-      HAPO has no effect for h < 0.
+      authors' code does; low-entropy tokens then get a *positive* code, and the
+      rules of HAPO for h < 0 never apply.
 
   Returns:
     float32 [..., T]; 0 in masked slots.
@@ -140,16 +141,16 @@ def adaptive_clip(
 
     high = clip_high (1 + h) where h > 0,   low = clip_low (1 - h) where h < 0
 
-  Uncertain tokens may rise further and certain ones fall further; the other
-  bound is unchanged.
+  Probabilities of uncertain tokens may rise further, and those of certain
+  tokens may fall further; the other bound is unchanged.
 
   Args:
     code: [...], the entropy code, in [-1, 1].
     clip_low: clip range below a ratio of 1 where h = 0, at least 0.
-    clip_high: clip range above, likewise.
+    clip_high: clip range above a ratio of 1 where h = 0, at least 0.
 
   Returns:
-    `ClipBounds`, each float32 [...], fit for `losses.clipped_policy_loss`.
+    `ClipBounds`, each float32 [...], for `losses.clipped_policy_loss`.
 
   Raises:
     ValueError: if a bound is negative.
@@ -157,7 +158,7 @@ def adaptive_clip(
   Reference: HAPO 2025, arXiv:2509.16591.
 
   Example:
-    >>> code = jnp.array([-1.0, 0.0, 1.0])  # Sure, at the pivot, unsure.
+    >>> code = jnp.array([-1.0, 0.0, 1.0])  # Certain, at the pivot, uncertain.
     >>> bounds = adaptive_clip(code, clip_low=0.2, clip_high=0.2)
     >>> print(bounds.low, bounds.high)
     [0.4 0.2 0.2] [0.2 0.2 0.4]
@@ -180,21 +181,21 @@ def redistribute(
   clip_low: chex.Numeric,
   clip_high: chex.Numeric,
 ) -> jax.Array:
-  """HAPO's differential advantage redistribution, A (1 + h) where it applies.
+  """HAPO's differential advantage redistribution, A (1 + h) at some tokens.
 
-  An uncertain token (h > 0) is raised where its ratio has left the neutral
-  zone (1 - clip_low / 2, 1 + clip_high / 2); a certain one (h < 0) is
-  damped while its ratio is inside. All others keep A.
+  The advantage of an uncertain token (h > 0) is amplified where its ratio has
+  left the neutral zone (1 - clip_low / 2, 1 + clip_high / 2); that of a certain
+  token (h < 0) is damped while its ratio is inside. All other tokens keep A.
 
   Args:
     advantages: [...].
     code: [...], the entropy code, in [-1, 1].
     ratio: [...], π / π_old, without a gradient.
     clip_low: the *adapted* bound of `adaptive_clip`, a number or [...].
-    clip_high: likewise.
+    clip_high: as clip_low.
 
   Returns:
-    float32 [...], of the sign of the advantage and at most twice its size.
+    float32 [...], with the sign of the advantage and at most twice its size.
 
   Raises:
     ValueError: if a bound is negative.
@@ -223,12 +224,12 @@ def adaptive_temperature(
 ) -> jax.Array:
   """HAPO's sampling temperature per token, T (1 + τ h).
 
-  The trainer takes its log-probabilities at one temperature; the ratio of the
-  two distributions is corrected by importance weights, if desired.
+  The trainer computes log-probabilities at a single temperature; importance
+  weights can correct for the difference of the two distributions.
 
   Args:
     code: [...], the entropy code of the next token, from the statistics of an
-      earlier batch; held in [-1, 1].
+      earlier batch; clamped to [-1, 1].
     temperature: T, a number or [...].
     tau: largest relative change, in [0, 1).
 
@@ -251,7 +252,7 @@ def adaptive_temperature(
 
 
 def _log_entropy(entropies: chex.Array, mask: chex.Array) -> jax.Array:
-  """log max(H, 1e-8), and log 1e-8 in masked slots."""
+  """Returns log max(H, 1e-8), and log 1e-8 in masked slots."""
   filled = masked.masked_fill(entropies, mask)
   return jnp.log(jnp.maximum(filled, _LEAST_ENTROPY))
 

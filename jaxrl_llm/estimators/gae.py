@@ -11,13 +11,13 @@ from jaxrl_llm.arrays import of_equal_shape
 from jaxrl_llm.errors import check_number
 
 # Tokens per block of the scan below. Measured for a float32 [512, 24576] batch
-# on two CPU cores that also did other work; least of several runs, in seconds
-# (a NumPy loop over time took 0.75 to 1.1): associative_scan over the whole
-# axis 0.33, within blocks 0.26 to 0.43, a two-level scan (within many blocks
-# at once, then over blocks) 0.10 to 0.24, one scan over transposed time 0.20,
-# this one 0.07 to 0.13 for 32 to 512 tokens. Memory traffic decides: a block
-# is small enough that its transposition to time-major stays in cache.
-# Accelerators were not measured.
+# on two CPU cores under other load, minimum of several runs, in seconds (a
+# NumPy loop over time took 0.75 to 1.1): associative_scan over the whole axis
+# 0.33, within blocks 0.26 to 0.43, a two-level scan (within many blocks at
+# once, then over blocks) 0.10 to 0.24, one scan over transposed time 0.20, this
+# one 0.07 to 0.13 for 32 to 512 tokens. The time is dominated by memory
+# traffic: a block is small enough that its transposition to time-major stays in
+# cache. Not measured on accelerators.
 _BLOCK = 64
 
 
@@ -44,10 +44,10 @@ def gae(
     values: [..., T], V(s_t), of the state before token t.
     mask: [..., T], True at response tokens. Rows may be empty.
     gamma: discount per token, in [0, 1].
-    lambda_: weight of longer returns, in [0, 1]: a number, one per row
+    lambda_: weight of longer returns, in [0, 1]: one number, one per row
       ([...] or [..., 1]), or one per token ([..., T]).
     bootstrap_value: [...], V of the state after the last token, for unfinished
-      responses. None means 0: the episode ended.
+      responses. None means 0: all episodes ended.
 
   Returns:
     float32 [..., T]; 0 in masked slots.
@@ -60,7 +60,7 @@ def gae(
     lambdas after Yuan et al. 2025 (VC-PPO), arXiv:2503.01491.
 
   Example:
-    >>> rewards = jnp.array([0.0, 0.0, 1.0])  # Paid on the last token.
+    >>> rewards = jnp.array([0.0, 0.0, 1.0])  # Given at the last token.
     >>> values = jnp.array([0.25, 0.5, 0.75])
     >>> mask = jnp.array([True, True, True])
     >>> print(gae(rewards, values, mask, gamma=1.0, lambda_=0.5))
@@ -85,8 +85,8 @@ def lambda_returns(
     G_t = r_t + γ ((1 - λ_t) V(s_{t+1}) + λ_t G_{t+1})
 
   With γ = λ = 1 this is the sum of future rewards and does not depend on the
-  values, not even in the last bit. Use the critic's own lambda: targets are
-  never formed from the policy's advantages.
+  values, not even in the last bit. Use the critic's own lambda: do not compute
+  targets from the policy's advantages.
 
   Args:
     token_rewards: [..., T], as in `gae`.
@@ -108,7 +108,7 @@ def lambda_returns(
   Example:
     >>> data = jnp.array([0.0, 0.0, 1.0]), jnp.array([0.25, 0.5, 0.75])
     >>> mask = jnp.array([True, True, True])
-    >>> for lambda_ in (0.0, 1.0):  # The next value; the reward to come.
+    >>> for lambda_ in (0.0, 1.0):  # The next value; the reward-to-go.
     ...   print(lambda_returns(*data, mask, gamma=1.0, lambda_=lambda_))
     [0.5  0.75 1.  ]
     [1. 1. 1.]
@@ -131,10 +131,10 @@ def _scan_returns(
 ) -> jax.Array:
   """Returns emit(G_t, V_t) for every token, in blocks backwards in time.
 
-  One number per row runs backwards: the estimate of what follows,
+  The carry of the scan is one number per row, the estimated return
   U_t = (1 - λ) V(s_t) + λ G_t with G_t = r_t + γ U_{t+1}. It is affine in
-  U_{t+1}, and at a masked position it is U_{t+1} itself, so that holes need
-  no separate search for the next value.
+  U_{t+1}, and at a masked position it is U_{t+1} itself, so holes need no
+  separate search for the next value.
   """
   if not values.ndim:
     raise ValueError("values has no axis of time")
@@ -143,8 +143,8 @@ def _scan_returns(
   check_number("lambda_", lambda_, "[0, 1]")
   *lead, length = values.shape
   if bootstrap_value is None:
-    # Opaque to the compiler: it would fold a constant into the last block and
-    # round it differently from a bootstrap value that happens to be 0.
+    # Opaque to the compiler, which would fold a constant into the last block
+    # and round it differently from a bootstrap value that happens to be 0.
     bootstrap_value = jax.lax.optimization_barrier(jnp.zeros(lead))
   mask = jnp.asarray(mask, bool)
   rewards = jnp.asarray(token_rewards, jnp.float32)
@@ -183,7 +183,7 @@ def _scan_returns(
 def _affine_scan(
   decay: jax.Array, gain: jax.Array, last: jax.Array
 ) -> jax.Array:
-  """u_t = decay_t · u_{t+1} + gain_t backwards from u_T = last; [..., T]."""
+  """Solves u_t = decay_t · u_{t+1} + gain_t from u_T = last; [..., T]."""
 
   def step(following, coefficients):
     current = coefficients[0] * following + coefficients[1]
@@ -195,7 +195,7 @@ def _affine_scan(
 
 
 def _window(x: jax.Array, start: chex.Numeric, size: int) -> jax.Array:
-  """Slices size steps of time; arrays constant in time are returned whole."""
+  """Slices `size` steps of time; arrays constant in time are not sliced."""
   if x.shape[-1] == 1:
     return x
   return jax.lax.dynamic_slice_in_dim(x, start, size, axis=-1)
@@ -219,9 +219,9 @@ def _time_last(lambda_: chex.Numeric, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _weight_at_next(lambda_: jax.Array, mask: jax.Array) -> jax.Array:
-  """Moves λ_t from token t to the next unmasked state, where U mixes it in.
+  """Moves λ_t from token t to the next unmasked state, where U uses it.
 
-  Only a lambda per token needs to move. The value at the first unmasked token
+  Only a per-token lambda needs to move. The value at the first unmasked token
   has no effect.
   """
   if lambda_.shape[-1] == 1:

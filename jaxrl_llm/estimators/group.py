@@ -1,4 +1,4 @@
-"""Advantages relative to the other responses to the same prompt."""
+"""Advantages and baselines from the other responses to the same prompt."""
 
 import functools
 from collections.abc import Callable
@@ -25,12 +25,12 @@ def group_relative(
 
   'mean' with 'std' is GRPO and DAPO, 'mean' with 'none' Dr. GRPO,
   'leave_one_out' with 'none' RLOO, 'median' with 'std' or 'mad' MC-GRPO.
-  Groups may be ragged and their rows lie anywhere in the batch.
+  Groups may differ in size, and their rows may be anywhere in the batch.
 
   Args:
     rewards: [B], one scalar per response.
-    groups: int [B], which group a row belongs to. A row outside
-      [0, num_groups) is padding: it enters no statistic and gets 0.
+    groups: int [B], the group of each row. A row outside [0, num_groups) is
+      padding: it enters no statistic and gets 0.
     num_groups: number of groups, static.
     center: 'mean', 'median' or 'leave_one_out' (mean of the *other* rows).
     scale: 'std' (Bessel), 'mad' (median absolute deviation from the median)
@@ -41,7 +41,7 @@ def group_relative(
     float32 [B]; exactly 0 in a group of one row or of equal rewards.
 
   Raises:
-    ValueError: for an unknown center or scale, a negative epsilon or a
+    ValueError: for an unknown center or scale, a negative epsilon, or
       num_groups below one.
 
   Reference: Shao et al. 2024 (GRPO), arXiv:2402.03300; Liu et al. 2025 (Dr.
@@ -50,7 +50,7 @@ def group_relative(
 
   Example:
     >>> rewards = jnp.array([1.0, 0.0, 0.0, 0.0, 1.0])
-    >>> groups = jnp.array([0, 0, 0, 0, 1])  # The last response is alone.
+    >>> groups = jnp.array([0, 0, 0, 0, 1])  # The last is a group of one.
     >>> print(group_relative(rewards, groups, num_groups=2, scale="none"))
     [ 0.75 -0.25 -0.25 -0.25  0.  ]
     >>> print(group_relative(rewards, groups, num_groups=2, epsilon=0.0))
@@ -78,15 +78,15 @@ def token_group_relative(
   epsilon: chex.Numeric = 1e-6,
   limit: chex.Numeric = 5.0,
 ) -> jax.Array:
-  """HAPO's token-level group average, with mean and spread over *tokens*.
+  """HAPO's token-level group advantages, with statistics over *tokens*.
 
     μ = Σ l_i R_i / Σ l_i,   σ² = Σ l_i (R_i - μ)² / Σ l_i
     A_i = (R_i - μ) / (σ + ε)
 
-  Every token of a group counts once, as in a token-mean loss, so that the
-  advantages of a group's tokens sum to 0. A short response that stands alone
-  may get a huge A: a group in which any |A| reaches the limit gets its
-  `group_relative` advantages (GRPO) instead.
+  Every token of a group counts once, as in a token-mean loss, so the advantages
+  of a group's tokens sum to 0. A short response whose reward differs from the
+  others may get a huge A: a group in which any |A| reaches the limit gets
+  `group_relative` (GRPO) advantages instead.
 
   Args:
     rewards: [B], one scalar per response.
@@ -94,15 +94,15 @@ def token_group_relative(
     groups: int [B], as in `group_relative`.
     num_groups: number of groups, static.
     epsilon: added to the spread.
-    limit: least |A| that makes a group fall back, above 0; infinite turns the
-      fallback off.
+    limit: smallest |A| that makes a group fall back to GRPO, above 0; infinity
+      disables the fallback.
 
   Returns:
     float32 [B]; exactly 0 in a group of one row or of equal rewards, and for
     a response without a token.
 
   Raises:
-    ValueError: for a negative epsilon, a limit that is not positive or a
+    ValueError: for a negative epsilon, a limit that is not positive, or
       num_groups below one.
 
   Reference: HAPO 2025, arXiv:2509.16591.
@@ -111,7 +111,7 @@ def token_group_relative(
     >>> rewards, lengths = jnp.array([1.0, -1.0]), jnp.array([30, 10])
     >>> groups = jnp.array([0, 0])
     >>> A = token_group_relative(rewards, lengths, groups, num_groups=1)
-    >>> print(f"{A[0]:.2f} {A[1]:.2f}")  # Those of all tokens sum to 0.
+    >>> print(f"{A[0]:.2f} {A[1]:.2f}")  # 30 · 0.58 - 10 · 1.73 ≈ 0.
     0.58 -1.73
   """
   check_number("epsilon", epsilon, "[0, inf]")
@@ -139,11 +139,11 @@ def token_group_relative(
 def median_pivot(
   rewards: chex.Array, groups: chex.Array, *, num_groups: int
 ) -> jax.Array:
-  """The pivot of each group, which MC-GRPO leaves out of the backward pass.
+  """Marks the pivot of each group, which MC-GRPO excludes from the update.
 
-  The median of an odd group is one of its rewards, and the advantage of its
-  row is 0: with G + 1 responses sampled, G are trained. Take advantages from
-  `group_relative(..., center='median')` over all rows first.
+  The median of a group of odd size is one of its rewards, and the advantage of
+  that row is 0: of G + 1 sampled responses, G are trained on. First compute
+  advantages with `group_relative(..., center='median')` over all rows.
 
   Args:
     rewards: [B], one scalar per response.
@@ -151,12 +151,12 @@ def median_pivot(
     num_groups: number of groups, static.
 
   Returns:
-    bool [B], True for exactly one row of each group that has any: the first
-    row with the median reward, the lower of the two middle ones if the group
-    is even. Other rows tied with it stay.
+    bool [B], True for exactly one row of each nonempty group: the first row
+    with the median reward, or with the lower of the two middle rewards in a
+    group of even size. Rows tied with it are False.
 
   Raises:
-    ValueError: for a num_groups below one.
+    ValueError: for num_groups below one.
 
   Reference: MC-GRPO 2026, arXiv:2601.22582.
 
@@ -192,27 +192,27 @@ def optimal_baseline(
 
     b_i = Σ_{j≠i} w_j² g_j² R_j / Σ_{j≠i} w_j² g_j²
 
-  Of all constants this one makes the variance of w (R - b) ∇log π least.
-  Leaving the row itself out keeps the estimate unbiased. Subtract it:
-  A = R - b.
+  Among constant baselines, this one minimises the variance of
+  w (R - b) ∇log π. Leaving the row itself out keeps the estimate unbiased.
+  Subtract it: A = R - b.
 
   Args:
     rewards: [B], one scalar per response.
-    weights: [B], w, importance weight of each response. b has the least
-      variance if the loss has the same; a loss that truncates them comes close.
-    squared_norms: [B], g² = ‖∇ log π(response)‖². Where gradients per response
-      are too dear, the number of response tokens is a proxy; only proportions
+    weights: [B], w, importance weight of each response. b is optimal if the
+      loss uses the same weights, and nearly so if the loss truncates them.
+    squared_norms: [B], g² = ‖∇ log π(response)‖². If per-response gradients are
+      too expensive, the number of response tokens is a proxy; only proportions
       matter.
     groups: int [B], as in `group_relative`.
-    num_groups: number of groups, static. Zeros and one group make the batch
-      one population.
+    num_groups: number of groups, static. With groups of 0 and num_groups=1, the
+      whole batch is one group.
 
   Returns:
-    float32 [B]; a row whose group offers no other weight gets its own reward,
-    so that its advantage is 0 as in every group of one. 0 for padding.
+    float32 [B]; a row gets its own reward if no other row of its group has a
+    weight, so that its advantage is 0, as in every group of one. 0 for padding.
 
   Raises:
-    ValueError: for a num_groups below one.
+    ValueError: for num_groups below one.
 
   Reference: Huang et al. 2026 (VCPO), arXiv:2602.17616, after Greensmith et
     al. 2004, "Variance reduction techniques for gradient estimates in
@@ -237,10 +237,10 @@ def optimal_baseline(
 
 
 def _sum_of_others(x: jax.Array, groups: jax.Array) -> jax.Array:
-  """Σ_{j≠i} x_j within runs of equal groups, [N, K].
+  """Returns Σ_{j≠i} x_j within runs of equal groups, [N, K].
 
-  Of what stands before plus what stands behind: total minus own would lose
-  every digit where one row outweighs its group.
+  Adds the sum of the rows before i to that of the rows after i: total minus own
+  would lose all precision where one row dominates its group.
   """
 
   def step(total, row):
@@ -259,7 +259,7 @@ def _sum_of_others(x: jax.Array, groups: jax.Array) -> jax.Array:
 
 
 def _of_group(groups: jax.Array, num_groups: int) -> Callable[..., jax.Array]:
-  """(segment reduction, x [B]) -> what it gives for the group of each row."""
+  """Returns (segment reduction, x [B]) -> result for each row's group, [B]."""
 
   def of(reduce, x):
     per_group = reduce(x, groups, num_segments=num_groups)
@@ -269,22 +269,23 @@ def _of_group(groups: jax.Array, num_groups: int) -> Callable[..., jax.Array]:
 
 
 def _above_least(rewards, of):
-  """R_i - least of the group, exactly 0 in a group of equal rewards.
+  """Returns R_i - smallest of the group; exactly 0 if all rewards are equal.
 
-  Measured from zero their mean rounds, and a tiny spread blows the rest up.
+  Without this the mean of equal rewards is rounded, and dividing by the tiny
+  spread amplifies the remainder.
   """
   return rewards - of(masked.segment_min, rewards)
 
 
 def _leave_one_out(rewards, of):
-  """R_i - mean of the others, which is G/(G-1) (R_i - mean of all)."""
+  """Returns R_i - mean of the others, G/(G-1) (R_i - mean of all)."""
   count = of(masked.segment_sum, jnp.ones_like(rewards))
   factor = count / jnp.maximum(count - 1.0, 1.0)
   return factor * CENTERS["mean"](rewards, of)
 
 
 def _mad(rewards, of):
-  """Median of |R - median|."""
+  """Returns the median of |R - median|."""
   distance = jnp.abs(CENTERS["median"](rewards, of))
   return of(masked.segment_median, distance)
 
@@ -295,7 +296,7 @@ CENTERS: dict[str, Callable[..., jax.Array]] = {
   "median": lambda rewards, of: rewards - of(masked.segment_median, rewards),
   "leave_one_out": _leave_one_out,
 }
-# (rewards, `_of_group`, ε) -> what the group's rewards are divided by.
+# (rewards, `_of_group`, ε) -> divisor of the group's rewards.
 SCALES: dict[str, Callable[..., jax.Array]] = {
   "std": lambda rewards, of, epsilon: of(masked.segment_std, rewards) + epsilon,
   "mad": lambda rewards, of, epsilon: _mad(rewards, of) + epsilon,
@@ -307,7 +308,10 @@ SCALES: dict[str, Callable[..., jax.Array]] = {
 def _members(
   rewards: chex.Array, groups: chex.Array, num_groups: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Rewards, groups and which rows are in one; the others get 0, num_groups."""
+  """Returns rewards, groups and a mask of rows in a group.
+
+  Other rows get the reward 0 and the group num_groups.
+  """
   chex.assert_rank(rewards, 1)
   chex.assert_type(groups, int)
   check_number("num_groups", num_groups, "[1, inf)")

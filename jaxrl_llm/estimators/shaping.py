@@ -1,4 +1,4 @@
-"""Processing around an estimator: rewards, lambdas and advantages."""
+"""Functions around an estimator: shape rewards, lambdas and advantages."""
 
 import chex
 import jax
@@ -18,12 +18,12 @@ def soft_overlong_punishment(
          = ((L_max - L_buffer) - l) / L_buffer   up to l = L_max
          = -1                              beyond
 
-  times the factor. Dynamic sampling must look at correctness without it:
+  times the factor. Dynamic sampling must use correctness without this penalty:
   groups that differ only in length are not worth training on.
 
   Args:
-    lengths: int [...], response tokens, the stop token included.
-    max_length: L_max, the limit of generation, in tokens.
+    lengths: int [...], response tokens, including the stop token.
+    max_length: L_max, the generation limit, in tokens.
     buffer: L_buffer, tokens before the limit over which the penalty grows,
       in [1, max_length].
     factor: the largest penalty, at least 0.
@@ -56,14 +56,14 @@ def penalize_kl(
   *,
   coefficient: chex.Numeric,
 ) -> jax.Array:
-  """KL to a reference policy as a cost per token, r_t - β (log π - log π_ref).
+  """Subtracts a per-token KL penalty, r_t - β (log π - log π_ref).
 
-  The cost is the k1 estimate: in the reward it, and not k3, gives the gradient
-  of KL(π ‖ π_ref).
+  The penalty is the k1 estimate: in the reward, k1 gives the gradient of
+  KL(π ‖ π_ref), and k3 does not.
 
   Args:
     token_rewards: [..., T].
-    logprobs: [..., T], of the policy that the tokens are credited to, usually
+    logprobs: [..., T], under the policy that is penalized, usually the policy
       at the start of the update; data, not differentiated.
     ref_logprobs: [..., T], under the reference.
     mask: [..., T], True at response tokens.
@@ -94,15 +94,16 @@ def penalize_kl(
 def length_adaptive_lambda(
   lengths: chex.Array, *, alpha: chex.Numeric
 ) -> jax.Array:
-  """VAPO's lambda of the policy, λ(l) = max(0, 1 - 1/(α l)).
+  """VAPO's length-adaptive lambda of the policy, λ(l) = max(0, 1 - 1/(α l)).
 
-  It makes the weights of GAE sum to Σ λᵗ ≈ 1/(1 - λ) = α l, so that the
-  horizon is the same fraction α of every response. The paper leaves λ ≤ 0 open,
-  which its formula gives for l ≤ 1/α; it is clamped at 0 here. With α = 0.05
-  lambda passes 0.95 only at 400 tokens: choose a larger α for short responses.
+  With it, the weights of GAE sum to Σ λᵗ ≈ 1/(1 - λ) = α l, so that the horizon
+  is the same fraction α of every response. For l ≤ 1/α the paper's formula
+  gives λ ≤ 0, a case it does not discuss; λ is clamped to 0 here. With α = 0.05
+  lambda exceeds 0.95 only above 400 tokens: choose a larger α for short
+  responses.
 
   Args:
-    lengths: int or float [...], response tokens, the stop token included.
+    lengths: int or float [...], response tokens, including the stop token.
     alpha: horizon as a fraction of the response, positive.
 
   Returns:
@@ -120,7 +121,7 @@ def length_adaptive_lambda(
   """
   check_number("alpha", alpha, "(0, inf]")
   horizon = jnp.asarray(lengths, jnp.float32) * alpha
-  # Below one token the formula is negative, and at none it divides by zero.
+  # Below one token the formula is negative, and at 0 it divides by zero.
   return 1.0 - 1.0 / jnp.maximum(horizon, 1.0)
 
 
@@ -132,23 +133,24 @@ def whiten(
   center: bool = True,
   epsilon: float = 1e-8,
 ) -> jax.Array:
-  """Advantages whitened over all tokens of the batch, (A - Ā) / √(var A + ε).
+  """Whitens advantages over all tokens of the batch, (A - Ā) / √(var A + ε).
 
-  Every token counts once, so that long responses weigh more, and the variance
-  has Bessel's correction. Advantages that are all equal have no scale and are
-  divided by 1. Estimators do not whiten: call this after the
-  value targets are computed, on the global batch.
+  Every token counts once, so long responses have more weight, and the variance
+  has Bessel's correction. If all advantages are equal, the divisor is 1.
+  Estimators do not whiten: call this on the global batch, after the value
+  targets are computed.
 
-  REINFORCE++ is this step after the reward to go, which is `lambda_returns`
-  with values of 0 and γ = λ = 1; for its variant with a baseline, center the
-  rewards of each group first with `group_relative(..., scale='none')`.
+  REINFORCE++ is this function applied to the reward-to-go, which is
+  `lambda_returns` with values of 0 and γ = λ = 1; for its variant with a
+  baseline, first center the rewards of each group with
+  `group_relative(..., scale='none')`.
 
   Args:
     advantages: [..., T].
     mask: [..., T], True at the tokens that count.
-    center: False keeps the mean and divides by the scale alone. Signs then
-      stay as they are and zeros stay zero: right for `egae`, whose last token
-      of a cut response must stay without gradient.
+    center: False only divides by the scale and does not subtract the mean.
+      Signs and zeros are then preserved: required for `egae`, where the last
+      token of a cut response must have no gradient.
     epsilon: added to the variance, at least 0.
 
   Returns:

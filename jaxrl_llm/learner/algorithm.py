@@ -1,8 +1,8 @@
 """An algorithm: the mathematical choices of a method, as parts.
 
-Methods differ in the functions they choose, never by a flag inside one. A part
-that is off is absent, costs nothing and changes no bit of the result.
-`build_algorithm` makes algorithms from settings.
+Methods differ in which functions they use, never by a flag inside a function. A
+part that is switched off is absent: it costs nothing and the result is bitwise
+the same. `build_algorithm` makes algorithms from settings.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from jaxrl_llm.learner.parts import Auxiliary, Part, leaves_of
 
 
 class ProcessorSpec(NamedTuple):
-  """A logits processor, and how its state follows training."""
+  """A logits processor, and how its state is updated during training."""
 
   # (distribution, context, state) -> distribution; see `sampling.processors`.
   fn: Callable[[Any, Any, Any], Any]
-  # Inputs and scores of a batch -> state for the next one, a tree of arrays;
+  # Inputs and scores of a batch -> state for the next batch, a tree of arrays;
   # None: stateless.
   state: Part | None = None
   initial: Any = None  # State before the first batch.
@@ -31,22 +31,21 @@ class Algorithm:
 
   Attributes:
     parts: name of an input -> the part that computes it, see `estimates`.
-    policy_loss: -> `losses.ClippedPolicyLoss` of per-token arrays. It reads
-      `logprobs` and `entropy` of the current policy, `mask` and `segments` of
-      the packed rows, and any input of the batch.
-    auxiliary: name -> a further loss of the policy.
-    value_loss: -> `losses.ClippedValueLoss`; it reads what the head of the
-      current critic gives, such as `values`. None: there is no critic.
-    corrections: name -> `losses.Correction`; all of them multiply the weights
-      of a mini-batch.
-    step_scale: -> factor of a mini-batch's update, scalar; None is 1.
+    policy_loss: returns a `losses.ClippedPolicyLoss` of per-token arrays. It
+      reads `logprobs` and `entropy` of the current policy, `mask` and
+      `segments` of the packed rows, and any input of the batch.
+    auxiliary: name -> additional loss of the policy.
+    value_loss: returns a `losses.ClippedValueLoss`. It reads the outputs of the
+      current critic's head, such as `values`. None: there is no critic.
+    corrections: name -> part that returns a `losses.Correction`. Each one
+      multiplies the weights of a mini-batch.
+    step_scale: returns a scalar factor of a mini-batch's update; None is 1.
     processors: stateful logits processors of the sampler by name.
     loss_mode: mode of `masked.token_weights` for the policy loss.
     loss_norm: constant length of the mode; None for modes without one.
-    members: name of a model beside policy and critic -> inputs that it learns
-      from.
-    rollout_reads: inputs, given by models, that are read while responses are
-      written.
+    members: name of a model other than policy and critic -> inputs that it is
+      trained on.
+    rollout_reads: inputs, provided by models, that are read during generation.
   """
 
   parts: Mapping[str, Part]
@@ -65,14 +64,14 @@ class Algorithm:
 
   @property
   def correction(self) -> Part | None:
-    """The product of all corrections; None without any."""
+    """The product of all corrections; None if there are none."""
     chosen = tuple(self.corrections.values())
     return functools.reduce(_both, chosen) if chosen else None
 
   @property
   def policy_inputs(self) -> frozenset[str]:
     """Inputs [B, T] of the policy's update, packed like its tokens."""
-    # Logged even if the loss does not read them.
+    # `proximal_logprobs` are logged even if the loss does not read them.
     read = self.parts.keys() & {"proximal_logprobs"} | {*self.policy_loss.reads}
     for term in self.auxiliary.values():
       read |= set(term.loss.reads)
@@ -80,7 +79,7 @@ class Algorithm:
 
   @property
   def value_inputs(self) -> frozenset[str]:
-    """Inputs [B, T] of the critic's update, if there is one."""
+    """Inputs [B, T] of the critic's update, if there is a critic."""
     return frozenset(set(self.value_loss.reads) - _OF_THE_CRITIC)
 
   @property
@@ -110,7 +109,7 @@ OF_THE_UPDATE = _OF_THE_POLICY | _OF_THE_CRITIC
 
 
 def _both(first: Part, second: Part) -> Part:
-  """Multiplies two corrections; tokens must be kept by both."""
+  """Multiplies two corrections; a token is kept only if both keep it."""
 
   def product(*arrays):
     count = len(first.reads)

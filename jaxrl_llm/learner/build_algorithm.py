@@ -1,10 +1,9 @@
-"""From settings to an algorithm."""
+"""Builds an algorithm from settings."""
 
 import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 
@@ -16,7 +15,7 @@ from jaxrl_llm.learner.choices import Groups, Settings
 from jaxrl_llm.learner.parts import Auxiliary, Part, part, then
 from jaxrl_llm.masked import NORM_MODES
 
-# Inputs that are made in one way whatever the method.
+# Inputs that every method computes in the same way.
 _ALWAYS = {
   "own_lengths": part(estimates.own_lengths),
   "truncated": part(estimates.truncated),
@@ -30,46 +29,21 @@ _ALWAYS = {
 _OWN_INPUTS: dict[str, Callable[..., jax.Array]] = {}  # By `add_token_input`.
 
 
-class _Settings(dict[str, Any]):
-  """A config group with the settings of one's own, which notes what is read."""
-
-  def __init__(self, group: str, settings: Settings):
-    self.group, self.own = group, settings.get("settings", {})
-    self.read: set[str] = set()
-    for name in {*self.own} & {*settings}:
-      raise InputError(
-        f"config.{group}.settings: {name!r} is a setting of its own; set"
-        f" config.{group}.{name}"
-      )
-    super().__init__({**settings, **self.own})
-
-  def __getitem__(self, name: str) -> Any:
-    self.read.add(name)
-    return super().__getitem__(name)
-
-  def check_read(self) -> None:
-    """Refuses settings of one's own that no part has read."""
-    for name in sorted({*self.own} - self.read):
-      raise InputError(
-        f"config.{self.group}.settings: no chosen part has a setting {name!r};"
-        " a part reads the names of its keyword-only arguments"
-      )
-
-
 def make_algorithm(config: Groups) -> Algorithm:
-  """The algorithm of a validated config.
+  """Returns the algorithm of a validated config.
 
   Args:
     config: groups reward, environment, sampler, schedule, estimator, loss,
       off_policy and value are read.
 
   Raises:
-    KeyError: a name is not in its dictionary (the config refuses it before).
-    InputError: a part of one's own reads an input or a setting that nothing
-      gives, or a setting of one's own is read by none.
+    KeyError: a name is not in its table (validation refuses it before).
+    InputError: a user-defined part reads an input or a setting that does not
+      exist, or no part reads a custom setting.
   """
-  loss = _Settings("loss", config["loss"])
-  estimator = _Settings("estimator", config["estimator"])
+  loss, estimator = (
+    choices.ReadSettings(x, config[x]) for x in ("loss", "estimator")
+  )
   config = {**config, "loss": loss, "estimator": estimator}
   policy_loss, corrections = _loss_and_corrections(config)
   # These may import a file of `methods/`, which may add inputs of its own.
@@ -78,16 +52,15 @@ def make_algorithm(config: Groups) -> Algorithm:
   pruning = choices.PRUNINGS[config["schedule"]["prune"]](config["schedule"])
   rollout_reads = frozenset([pruning.reads] if pruning else [])
   providers.needs_of(rollout_reads)
-  value_loss = None
-  if choices.has_critic(config):
+  norm = None
+  if loss["mode"] in NORM_MODES:
+    norm = float(loss["norm"] or config["sampler"]["max_response_length"])
+  parts, value_loss = _ALWAYS | _chosen_parts(config), None
+  if "returns" in parts:
     value = config["value"]
     value_loss = choices.VALUE_LOSSES[value["head"]](config)
     if value["ensemble"]:
       value_loss = choices.ENSEMBLES[value["ensemble"]].loss(value_loss)
-  norm = None
-  if loss["mode"] in NORM_MODES:
-    norm = float(loss["norm"] or config["sampler"]["max_response_length"])
-  parts = _ALWAYS | _chosen_parts(config)
   for name in _OWN_INPUTS:
     _check_free(name, parts)
   both = collections.ChainMap(estimator, loss)
@@ -112,7 +85,7 @@ def make_algorithm(config: Groups) -> Algorithm:
 
 
 def _with_members(algorithm: Algorithm) -> Algorithm:
-  """Adds the models that give inputs, and what those learn from, and so on."""
+  """Adds the models that provide inputs, recursively with their own inputs."""
   needs = providers.needs_of(algorithm.leaves | algorithm.rollout_reads)
   members = {k: x.reads for k, x in choices.MEMBERS.items() if k in needs}
   if members.keys() <= algorithm.members.keys():
@@ -121,7 +94,7 @@ def _with_members(algorithm: Algorithm) -> Algorithm:
 
 
 def _check_leaves(algorithm: Algorithm) -> None:
-  """Refuses a part of one's own that reads what the learner does not have."""
+  """Raises if a user-defined part reads an input that has no provider."""
   parts, known = algorithm.parts, {"policy", "reference", *algorithm.members}
   known |= choices.COMPANIONS.keys() | choices.FROZEN.keys()
   known |= {"critic"} if algorithm.value_loss else set()
@@ -158,7 +131,7 @@ def _check_leaves(algorithm: Algorithm) -> None:
 
 
 def _chosen_parts(config: Groups) -> dict[str, Part]:
-  """The inputs that a method makes in a way of its own."""
+  """Returns the inputs whose computation depends on the method."""
   estimator, loss = config["estimator"], config["loss"]
   advantages = choices.ESTIMATORS[estimator["name"]](estimator)
   lambda_rule = choices.LAMBDA_RULES[estimator["lambda_schedule"]]
@@ -182,13 +155,13 @@ def _chosen_parts(config: Groups) -> dict[str, Part]:
     chosen["proximal_logprobs"] = part(estimates.same, x=proximal)
   if estimator["name"] in choices.VALUE_MASKS:
     chosen["value_mask"] = part(choices.VALUE_MASKS[estimator["name"]])
-  if choices.has_critic(config):
+  if "values" in advantages.reads:  # A critic.
     chosen["returns"] = _returns(estimator["gamma"], estimator["lambda_value"])
   return chosen
 
 
 def _rewards(config: Groups) -> dict[str, Part]:
-  """Rewards with their length punishment, and on tokens with their KL."""
+  """Returns rewards with the overlong penalty, and per token with the KL."""
   shaped, reward = part(estimates.same, x="rewards"), config["reward"]
   if reward["overlong_buffer"]:
     settings = {
@@ -207,7 +180,7 @@ def _rewards(config: Groups) -> dict[str, Part]:
 
 
 def _loss_and_corrections(config: Groups) -> tuple[Part, dict[str, Part]]:
-  """The policy loss and what corrects it, which may be a part of it."""
+  """Returns the policy loss and its corrections, if it does not contain one."""
   loss, off_policy = config["loss"], config["off_policy"]
   name, high = choices.correction_of(config)
   correction, low = choices.CORRECTIONS[name], off_policy["low"]
@@ -234,7 +207,7 @@ def _loss_and_corrections(config: Groups) -> tuple[Part, dict[str, Part]]:
 
 
 def _auxiliary(loss: Settings, norm: float | None) -> dict[str, Auxiliary]:
-  """The losses beside the surrogate whose coefficient is not 0."""
+  """Returns the auxiliary losses with a nonzero coefficient."""
   over_all = "policy_mask", loss["mode"], norm
   terms = {
     "nll": (part(losses.nll), "positive_mask", "token-mean"),
@@ -265,7 +238,7 @@ def _auxiliary(loss: Settings, norm: float | None) -> dict[str, Auxiliary]:
 
 
 def _returns(gamma: float, lambda_: float) -> Part:
-  """Critic targets under a λ of the critic's own; λ = 1 is Monte Carlo."""
+  """Returns the critic's targets at its own λ; λ = 1 is Monte Carlo."""
   settings = {"gamma": gamma, "lambda_": lambda_}
   return part(estimators.lambda_returns, settings)
 
@@ -273,40 +246,40 @@ def _returns(gamma: float, lambda_: float) -> Part:
 def with_monte_carlo_returns(
   algorithm: Algorithm, *, gamma: float
 ) -> Algorithm:
-  """The algorithm with targets of value pretraining, λ = 1 (VAPO, 4.1).
+  """Returns the algorithm with λ = 1 targets for value pretraining (VAPO, 4.1).
 
-  Whatever λ the critic learns with later: a bootstrapped target would be the
-  new head's own.
+  λ is 1 here even if later training uses another λ: bootstrapped targets would
+  come from the untrained value head itself.
   """
   parts = {**algorithm.parts, "returns": _returns(gamma, 1.0)}
   return dataclasses.replace(algorithm, parts=parts)
 
 
 def as_reward_model(algorithm: Algorithm) -> Algorithm:
-  """The algorithm whose critic sees a response at its last token alone.
+  """Returns the algorithm with a critic trained only at the last token.
 
-  It learns what becomes of whole responses, and nothing of their beginnings:
-  a reward model, which VC-PPO and VAPO start their critics from. Its values of
-  beginnings are whatever they are, the bias that value pretraining repairs.
+  Such a critic is an outcome reward model, the initial critic of VC-PPO and
+  VAPO. Its values of prefixes are uncalibrated; value pretraining removes this
+  bias.
   """
   last = {"value_mask": part(estimates.last_value_mask)}
   return dataclasses.replace(algorithm, parts={**algorithm.parts, **last})
 
 
 def add_leaf(name: str, provider: providers.Provider) -> None:
-  """Adds an input that a model gives, see `register`.
+  """Adds an input that a model provides, see `register`.
 
   Raises:
     ValueError: the name is taken.
   """
-  # A string is the file in methods/ that is being imported.
+  # A string names the file in methods/ that is being imported.
   if not isinstance(dict.get(providers.PROVIDERS, name), str):
     _check_free(name, {*_ALWAYS, *_OWN_INPUTS})
   providers.PROVIDERS[name] = provider
 
 
 def add_token_input(name: str, fn: Callable[..., jax.Array]) -> None:
-  """Adds an input that parts of one's own may read, see `register`.
+  """Adds an input that user-defined parts may read, see `register`.
 
   Raises:
     ValueError: the name is taken.
@@ -316,6 +289,6 @@ def add_token_input(name: str, fn: Callable[..., jax.Array]) -> None:
 
 
 def _check_free(name: str, parts: Iterable[str]) -> None:
-  """Refuses the name of an input that there is."""
+  """Raises ValueError if an input of this name exists."""
   if name in {*parts, *OF_THE_UPDATE} or providers.gives(name):
-    raise ValueError(f"there is an input {name!r} already; choose another name")
+    raise ValueError(f"an input {name!r} already exists; choose another name")

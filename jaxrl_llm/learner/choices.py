@@ -1,8 +1,8 @@
-"""The choices that a config names: from a name to a part.
+"""Tables from the names in a config to parts of an algorithm.
 
-Every table goes from name to a maker (config group -> part) or to a function
-whose settings are bound elsewhere; it is the only place that knows the choice.
-Tables of type `Table` also have the choices of the files in `methods/`.
+A table maps a name to a maker (config group -> part) or to a function whose
+settings are bound elsewhere; no other code depends on the choice. Tables of
+type `Table` also contain the entries that files in `methods/` register.
 """
 
 import functools
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_llm import estimators, losses
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import estimates
 from jaxrl_llm.learner.parts import Part, part, then
 from jaxrl_llm.models import ValueFns
@@ -21,17 +22,43 @@ Settings = Mapping[str, Any]  # A config group, such as `loss`.
 Groups = Mapping[str, Settings]  # A config, or a plain dict of its groups.
 
 
+class ReadSettings(dict[str, Any]):
+  """A config group merged with its custom settings; records what is read."""
+
+  def __init__(self, group: str, settings: Settings):
+    self.group, self.own = group, settings.get("settings", {})
+    self.read: set[str] = set()
+    for name in {*self.own} & {*settings}:
+      raise InputError(
+        f"config.{group}.settings: {name!r} is not a custom setting; set"
+        f" config.{group}.{name}"
+      )
+    super().__init__({**settings, **self.own})
+
+  def __getitem__(self, name: str) -> Any:
+    self.read.add(name)
+    return super().__getitem__(name)
+
+  def check_read(self) -> None:
+    """Raises InputError if no part has read one of the custom settings."""
+    for name in sorted({*self.own} - self.read):
+      raise InputError(
+        f"config.{self.group}.settings: no chosen part has a setting {name!r};"
+        " a part reads the names of its keyword-only arguments"
+      )
+
+
 class OwnMember(NamedTuple):
-  """A model beside policy and critic, and the inputs that it learns from."""
+  """A model other than policy and critic, and the inputs it is trained on."""
 
   make: Callable[..., Any]  # (policy, algorithm, mesh) -> `members.Member`.
   reads: tuple[str, ...]
 
 
 class AuxiliaryLoss(NamedTuple):
-  """A loss beside the surrogate; see `parts.Auxiliary`."""
+  """A loss in addition to the policy loss; see `parts.Auxiliary`."""
 
-  make: Callable[[Settings], Part]  # (config group loss) -> its part.
+  make: Callable[[Settings], Part]  # (config group loss) -> loss.
   mask: str
   mode: str
 
@@ -39,14 +66,14 @@ class AuxiliaryLoss(NamedTuple):
 def maker_of(
   fn: Callable[..., Any], **inputs: str
 ) -> Callable[[Settings], Part]:
-  """(settings) -> the part of a function; see `parts.part`."""
+  """Returns (settings) -> the part made from a function; see `parts.part`."""
   return functools.partial(part, fn, **inputs)
 
 
 # Name -> (config group estimator) -> advantages [B, T].
 ESTIMATORS = Table(
   "estimator",
-  # GAE with a λ of each response's own; EGAE where one is unfinished.
+  # GAE with a λ per response; EGAE for unfinished responses.
   gae=maker_of(
     estimators.egae, lambda_="policy_lambda", next_values="next_values"
   ),
@@ -57,20 +84,20 @@ ESTIMATORS = Table(
 def after(
   name: str, fn: Callable[..., jax.Array]
 ) -> Callable[[Settings], Part]:
-  """Makes an estimator that changes the advantages of another one.
+  """Makes an estimator that modifies the advantages of another estimator.
 
   Args:
-    name: name of the other one.
+    name: name of the other estimator.
     fn: (advantages, further inputs) -> advantages.
   """
   return lambda settings: then(ESTIMATORS[name](settings), part(fn, settings))
 
 
-# Estimator -> (inputs) -> tokens of the critic [B, T], where they are not all
-# tokens of ended responses.
+# Estimator -> (inputs) -> bool [B, T], tokens that the critic trains on;
+# estimators without an entry use all tokens of ended responses.
 VALUE_MASKS = Table("value_mask")
 
-# Name -> (config group estimator) -> λ of each response [B] or token [B, T].
+# Name -> (config group estimator) -> λ per response [B] or per token [B, T].
 LAMBDA_RULES = Table(
   "lambda_rule",
   constant=maker_of(estimates.policy_lambda),
@@ -79,13 +106,13 @@ LAMBDA_RULES = Table(
   ),
 )
 
-# Name -> where the rewards of an environment lie, [B, T].
+# Name -> function that places an environment's rewards on tokens, [B, T].
 TOKEN_REWARDS: Mapping[str, Callable[..., jax.Array]] = {
   "end": estimates.token_rewards,
   "turns": estimates.turn_rewards_on_tokens,
 }
 
-# Name -> (advantages, policy_mask) -> advantages; None leaves them.
+# Name -> (advantages, policy_mask) -> advantages; None leaves them unchanged.
 NORMALIZATIONS: Mapping[str, Callable[..., jax.Array] | None] = {
   "none": None,
   "whiten": estimators.whiten,
@@ -100,7 +127,7 @@ MASKS = Table(
   tail_drop=estimates.without_tail,
 )
 
-# Likewise of one's own: name -> (mask, inputs) -> mask.
+# User-defined masks of the policy loss: name -> (mask, inputs) -> mask.
 OWN_MASKS: dict[str, Callable[..., jax.Array]] = {}
 
 
@@ -110,36 +137,37 @@ POLICY_LOSSES = Table(
   clip=maker_of(losses.clipped_policy_loss, old_logprobs="proximal_logprobs"),
 )
 
-# Proximal policy that brings a loss of its own, which corrects by itself ->
-# (config group loss, `cap` and `floor` of the weight) -> likewise.
+# Proximal policy with its own loss, which includes the off-policy correction ->
+# (config group loss with `cap` and `floor` of the weight) ->
+# `losses.ClippedPolicyLoss`.
 PROXIMAL_LOSSES = Table("proximal")
 
-# Setting that switches it on -> (config group off_policy) -> factor of a
+# Setting that enables it -> (config group off_policy) -> factor of a
 # mini-batch's update.
 STEP_SCALES = Table("step_scale")
 
 # Name -> (policy, mesh, config group off_policy and `versions`) ->
-# `members.Companion`. A run has those that a provider of its inputs needs.
+# `members.Companion`. A run has the companions that its providers need.
 COMPANIONS = Table("companion")
 
-# Name -> (config group estimator and its own settings) -> directories of models
-# that only score, by name. A run has those that a provider of its inputs needs.
+# Name -> (config group estimator with its custom settings) -> directories of
+# models that only score, by name. A run has the models that its providers need.
 FROZEN = Table("frozen")
 
 # Models other than policy and critic: name -> `OwnMember`.
 MEMBERS: dict[str, OwnMember] = {}
 
-# Name, which may be the setting that switches it on -> (config group sampler)
-# -> `ProcessorSpec`.
+# Name, which may be the setting that enables it -> (config group sampler) ->
+# `ProcessorSpec`.
 LOGITS_PROCESSORS = Table("logits_processor")
 
-# Name in `loss.auxiliary` -> a further loss of the policy.
+# Name in `loss.auxiliary` -> additional loss of the policy.
 AUXILIARY: dict[str, AuxiliaryLoss] = {}
 
 # Name -> (config group schedule) -> `types.Pruning`, or None.
 PRUNINGS = Table("pruning", **{"": lambda schedule: None})
 
-# Name -> search of an evaluation by a critic; see `methods.search.search`.
+# Name -> critic-guided search for evaluation; see `methods.search.search`.
 SEARCHES = Table("search")
 
 # Name -> (logprobs, ref_logprobs, other inputs of the update) -> KL per token.
@@ -168,23 +196,39 @@ def logits_processors(sampler: Settings) -> dict[str, Any]:
   return {name: LOGITS_PROCESSORS[name](sampler) for name in chosen}
 
 
+def made(
+  table: Table, group: str, settings: Settings
+) -> tuple[Part, frozenset[str]]:
+  """Makes the part that a config group names.
+
+  Args:
+    table: `ESTIMATORS` or `POLICY_LOSSES`.
+    group: name of the group, 'estimator' or 'loss'.
+    settings: the group.
+
+  Returns:
+    The part, and the names of the settings that it reads.
+  """
+  noted = ReadSettings(group, settings)
+  return table[settings["name"]](noted), frozenset(noted.read)
+
+
 def has_critic(config: Groups) -> bool:
   """Returns whether the estimator reads values, which requires a critic."""
-  settings = config["estimator"]
-  settings = {**settings, **settings.get("settings", {})}
-  return "values" in ESTIMATORS[settings["name"]](settings).reads
+  estimator, _ = made(ESTIMATORS, "estimator", config["estimator"])
+  return "values" in estimator.reads
 
 
 def correction_of(config: Groups) -> tuple[str, float]:
   """Returns the off-policy correction of a config, and its upper bound."""
   settings, schedule = config["off_policy"], config["schedule"]
   averaged = settings["proximal"] == "ewma"
-  # Responses go on in later steps, or are trained then.
+  # Responses are continued in later steps, or are trained on there.
   stale = schedule["stop"] != "all" or schedule["lag"] > 0
   stale |= schedule["replay"] > 0
   name = settings["correction"]
   if name == "auto":
-    # With the sampler's log-probs as proximal ones the ratio corrects already.
+    # A ratio to the sampler's log-probs is an off-policy correction already.
     corrects = averaged or (stale and settings["proximal"] != "stored")
     name = "truncate" if corrects else "none"
   if settings["high"] is not None:
@@ -204,21 +248,21 @@ VALUE_LOSSES = Table("value_loss", scalar=_squared_error)
 
 
 class Ensemble(NamedTuple):
-  """A critic of several models."""
+  """A critic made of several models."""
 
-  fns: Callable[[ValueFns], ValueFns]  # (one critic) -> all of them.
-  loss: Callable[[Part], Part]  # (`Algorithm.value_loss` of one) -> of all.
+  fns: Callable[[ValueFns], ValueFns]  # (one critic) -> the ensemble.
+  loss: Callable[[Part], Part]  # (loss of one critic) -> loss of the ensemble.
 
 
 # Name -> `Ensemble`.
 ENSEMBLES = Table("ensemble")
 
-# Setting that switches it on -> (config group value) -> view of the critic:
-# (row of the data -> its answer, tokenizer, samples) -> what it reads of them.
+# Setting that enables it -> (config group value) -> view of the critic:
+# (row of the data -> its answer, tokenizer, samples) -> samples as the critic
+# reads them.
 VIEWS = Table("view")
 
-# Whom the policy loss takes its ratio against: the input it begins with; ''
-# takes none.
+# Name -> input that the importance ratio is taken against; '' takes no ratio.
 PROXIMALS: Mapping[str, str] = {
   "recompute": "old_logprobs",
   "stored": "behavior_logprobs",

@@ -1,17 +1,17 @@
-"""Inputs that are made of other inputs: rewards, masks, advantages, targets.
+"""Inputs computed from other inputs: rewards, masks, advantages, targets.
 
 Plain functions of a batch of B responses of up to T tokens; the names of their
 arguments are the inputs that they read (see `parts`):
 
-  mask, version, behavior_logprobs      [B, T], of the rollout
-  turn_rewards                          [B, T], likewise
-  lengths, status, window_start, group  [B], likewise
+  mask, version, behavior_logprobs      [B, T], from the rollout
+  turn_rewards                          [B, T], from the rollout
+  lengths, status, window_start, group  [B], from the rollout
   rewards, correct, judged              [B], verdicts
-  old_logprobs, entropies, ref_logprobs [B, T], of the policies
-  writer_logprobs [B, T]                of the weights that wrote each token
-  gradient_norms                        [B], ‖∇ log π‖ of whole responses
-  values [B, T], next_values [B]        of the critic
-  update_version                        scalar, that the update starts from
+  old_logprobs, entropies, ref_logprobs [B, T], from the policies
+  writer_logprobs [B, T]                under the weights that wrote each token
+  gradient_norms                        [B], ‖∇ log π‖ of complete responses
+  values [B, T], next_values [B]        from the critic
+  update_version                        scalar, policy version before the update
 """
 
 import chex
@@ -23,45 +23,45 @@ from jaxrl_llm.types import Status
 
 
 def own_lengths(mask) -> jax.Array:
-  """int32 [B]: tokens that the policy wrote, without those that it read."""
+  """int32 [B]: tokens written by the policy, without tokens it only read."""
   return jnp.sum(mask, axis=1, dtype=jnp.int32)
 
 
 def truncated(status) -> jax.Array:
-  """bool [B]: the response goes on in a later step."""
+  """bool [B]: the response continues in a later step."""
   return status == int(Status.TRUNCATED)
 
 
 def groups(group, judged) -> jax.Array:
-  """int32 [B]: the group of each response; B, an empty one, if not judged."""
+  """int32 [B]: group of each response; B, an unused group, if not judged."""
   return jnp.where(judged, group, group.shape[0])
 
 
 def trainable(mask, judged) -> jax.Array:
-  """bool [B, T]: tokens that may enter a loss, those of judged responses."""
+  """bool [B, T]: tokens that may enter a loss: those of judged responses."""
   return mask & judged[:, None]
 
 
 def value_mask(trainable, truncated) -> jax.Array:
-  """bool [B, T]: tokens of the critic, of responses that have ended."""
+  """bool [B, T]: tokens that the critic trains on: those of ended responses."""
   return trainable & ~truncated[:, None]
 
 
 def last_value_mask(trainable, truncated) -> jax.Array:
-  """bool [B, T]: of each response's tokens of the critic the last one."""
+  """bool [B, T]: last token that the critic trains on in each response."""
   mask = value_mask(trainable, truncated)
   following = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
   return mask & (following == 1)
 
 
 def in_window(unwindowed_policy_mask, window_start) -> jax.Array:
-  """bool [B, T]: tokens that this step wrote; the prefix is context."""
+  """bool [B, T]: tokens written in this step; the prefix is context."""
   place = jnp.arange(unwindowed_policy_mask.shape[1])[None]
   return unwindowed_policy_mask & (place >= window_start[:, None])
 
 
 def positive_mask(unwindowed_policy_mask, correct, status) -> jax.Array:
-  """bool [B, T]: all tokens of responses that are right and have an end."""
+  """bool [B, T]: all tokens of responses that are correct and finished."""
   example = correct & (status == int(Status.FINISHED))
   return unwindowed_policy_mask & example[:, None]
 
@@ -69,10 +69,11 @@ def positive_mask(unwindowed_policy_mask, correct, status) -> jax.Array:
 def outcome_on_token(
   rewards: chex.Array, mask: chex.Array, lengths: chex.Array
 ) -> jax.Array:
-  """Outcome reward [B] on one token of each response, zeros elsewhere [B, T].
+  """Places outcome rewards [B] on one token of each response, [B, T].
 
-  It is the last unmasked token: estimators pass over masked ones, and a reward
-  there would be lost. A response that is masked whole has it on its last token.
+  This is the last unmasked token: estimators skip masked tokens, and a reward
+  there would be lost. In an entirely masked response, it is the last token. All
+  other tokens have 0.
 
   Args:
     rewards: float32 [B].
@@ -87,7 +88,7 @@ def outcome_on_token(
 
 
 def token_rewards(shaped_rewards, judged, truncated, mask, lengths):
-  """float32 [B, T]: rewards of what has ended, on tokens."""
+  """float32 [B, T]: shaped reward of each ended response, on one token."""
   known = jnp.where(judged & ~truncated, shaped_rewards, 0.0)
   return outcome_on_token(known, mask, lengths)
 
@@ -97,8 +98,9 @@ def turn_rewards_on_tokens(
 ):
   """Like `token_rewards`, with the reward of each turn on its last token.
 
-  The rest of a response's reward is on its own last token, so that the sum is
-  that of `token_rewards`. One that goes on has its turns so far.
+  The remaining reward is on the last token of the response, so that the sum
+  equals that of `token_rewards`. An unfinished response has the rewards of its
+  turns so far.
   """
   given = jnp.where(judged[:, None], turn_rewards, 0.0)
   rest = shaped_rewards - jnp.sum(given, axis=1)
@@ -106,7 +108,7 @@ def turn_rewards_on_tokens(
 
 
 def soft_overlong(rewards, own_lengths, *, max_length, buffer, factor):
-  """Rewards less DAPO's soft overlong punishment, [B]."""
+  """Rewards with DAPO's soft overlong punishment, [B]."""
   return rewards + estimators.soft_overlong_punishment(
     own_lengths, max_length=max_length, buffer=buffer, factor=factor
   )
@@ -130,7 +132,7 @@ def per_token(advantages: chex.Array, mask: chex.Array) -> jax.Array:
 def mean_of_same(
   x: chex.Array, key: chex.Array, counted: chex.Array
 ) -> jax.Array:
-  """Mean of x over the counted rows with the same key as a row's, [B]."""
+  """Mean of x over the counted rows that have the same key, [B]."""
   same = (key[:, None] == key[None]) & counted[None]
   total = jnp.sum(jnp.where(same, x[None], 0.0), axis=1)
   return total / jnp.maximum(jnp.sum(same, axis=1), 1)
@@ -139,7 +141,7 @@ def mean_of_same(
 def group_advantages(
   token_rewards, mask, groups, *, center, scale, epsilon
 ) -> jax.Array:
-  """GRPO and its kin: relative to the other responses to the prompt."""
+  """Group-relative advantages of GRPO and its variants, [B, T]."""
   relative = estimators.group_relative(
     outcome(token_rewards),
     groups,
@@ -152,12 +154,12 @@ def group_advantages(
 
 
 def without_overlong(mask, status) -> jax.Array:
-  """DAPO's overlong filtering: a response that was cut teaches nothing."""
+  """DAPO's overlong filtering: masks responses cut off at the length limit."""
   return mask & (status != int(Status.OVERLONG))[:, None]
 
 
 def without_tail(mask, truncated, *, tail_drop) -> jax.Array:
-  """The last tokens before a cut, whose advantages know least."""
+  """Masks the last tokens before a cut: their advantages are least reliable."""
   return estimators.drop_tail(mask, truncated, tokens=tail_drop)
 
 

@@ -6,10 +6,11 @@ Phases of an update:
   estimate  advantages, targets and masks: the inputs of the algorithm
   update    each member on its own mini-batches, the policy last
 
-The state is a value and holds everything that changes between updates. The
-first two phases are those of `Scorer`.
+The state is a value and holds everything that changes between updates.
+`Scorer` implements the first two phases.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -39,9 +40,9 @@ class Learner(Scorer):
     """Returns the state before the first update.
 
     Args:
-      **initial: by name of a member, function of the policy's parameters that
-        returns the initial ones of the member. By default, its `init` draws
-        them.
+      **initial: member name -> function of the policy's parameters that returns
+        the initial parameters of the member. By default, the member's `init`
+        draws them.
     """
     policy = self.policy.split(self.initial_params())
     models = {"policy": self.policy.create_state(policy.trained)}
@@ -65,7 +66,7 @@ class Learner(Scorer):
     )
 
   def _draw(self, member: Member) -> Any:
-    """Draws random parameters of a member; they depend on the seed only."""
+    """Draws random parameters of a member; they depend only on the seed."""
     places = jax.tree.map(lambda x: x.sharding, merge(member.params))
     make = jax.jit(member.fns.init, out_shardings=places)
     return make(jax.random.key(self.settings.seed))
@@ -79,22 +80,22 @@ class Learner(Scorer):
   ) -> tuple[LearnerState, dict[str, float]]:
     """Updates the models on a batch.
 
-    A batch that arrives in parts makes one update of each model: gradients are
-    accumulated as parts arrive and applied at the end. The result is that of
-    the complete batch except for the order of float32 sums. The method must not
-    need the complete batch earlier.
+    A batch that arrives in parts leads to one update of each model: gradients
+    are accumulated as parts arrive and applied at the end. The result equals
+    that of the complete batch except for the order of float32 sums. The method
+    must not need the complete batch before the end.
 
     Mini-batches without a token to train on (no verdicts, or all tokens masked
     by a correction) are skipped and have no metrics.
 
     Args:
       state: the state before the update; its arrays are donated.
-      responses: a batch, all of it with new tokens for the policy. Members that
-        wait learn from its ended responses in whole mini-batches, and the
-        remaining ones wait in the state. Or an iterable of complete groups of
-        ended responses, in the order of their arrival.
+      responses: a batch in which every response has new tokens for the policy.
+        Members with `Training.waits` train on its ended responses in full
+        mini-batches; the remaining responses wait in the state. Or an iterable
+        of complete groups of ended responses, in order of arrival.
       timer: times the phases.
-      scored: called with the scored batch, in any order of its rows.
+      scored: called with the scored batch, whose rows may be in any order.
 
     Returns:
       The state after the update, and the metrics of the step.
@@ -131,7 +132,7 @@ class Learner(Scorer):
       scored(batch)
     processors = self.algorithm.processors.items()
     if processors and batch.experience["policy_mask"].any():
-      inputs = {**batch.scores, **batch.experience}
+      inputs = collections.ChainMap(batch.experience, batch.scores)
       following = {name: x.state(inputs) for name, x in processors}
       state = state.replace(processor_states=jax.device_get(following))
     return state.replace(step=state.step + 1, waiting=waiting), row
@@ -143,10 +144,10 @@ class Learner(Scorer):
     batch: TrainingBatch,
     rng: np.random.Generator,
   ) -> tuple[LearnerState, dict[str, float]]:
-    """Trains one member: an update per mini-batch and epoch.
+    """Trains one member, with one update per mini-batch and epoch.
 
-    Mini-batches without a token to train on are skipped: momentum and weight
-    decay alone would move the weights.
+    Mini-batches without a token to train on are skipped: otherwise momentum and
+    weight decay would still move the weights.
     """
     member, rows = self.members[name], []
     mini_batches, epochs = batch.mini_batches[name], member.settings.epochs
@@ -158,13 +159,14 @@ class Learner(Scorer):
       for _ in range(1, epochs):
         yield from self._packer.mini_batches(name, batch.rollout, held, rng)
 
-    # Taken one ahead: otherwise they would wait behind the update before.
+    # Read one mini-batch ahead: otherwise the read would queue behind the
+    # previous update.
     parts = _ahead((x, batch.experience.take(x.rows)) for x in coming())
-    for number in range(count):  # `enumerate` would hold what was taken.
+    for number in range(count):  # `enumerate` would keep `taken` alive.
       part, taken = next(parts)
       at = member.settings.schedule_step(batch.step, number, count)
       prepared = self._prepared(state, name, batch, part, taken)
-      del taken  # Copies on every device, which the update has no use for.
+      del taken  # Frees copies on every device, which the update does not need.
       if not prepared.trains:
         continue
       placed = place(prepared.replace(schedule_step=at), self.mesh)
@@ -188,7 +190,7 @@ class Learner(Scorer):
     sums: Any,
     trains: bool,
   ) -> tuple[Any, bool]:
-    """Adds gradients on a part to `sums`, if any, and whether it trains."""
+    """Adds a part's gradients; returns sums and whether any part trains."""
     member, (mini_batch,) = self.members[name], part.mini_batches[name]
     taken = part.experience.take(mini_batch.rows)
     prepared = self._prepared(state, name, part, mini_batch, taken, size=1)
@@ -231,7 +233,7 @@ class Learner(Scorer):
         if companion.scores:
           trained = state.companions[key]["params"]
           scored = self.score(state, name, part, trained)
-          # Kept in the batch, whose metrics are those of the update.
+          # Stored in the batch too: its metrics use the values of the update.
           logprobs = batch.experience[companion.scores].copy()
           inputs[companion.scores] = part.layout.gather(scored.logprobs)
           logprobs[part.rows] = inputs[companion.scores]
@@ -263,12 +265,12 @@ class Learner(Scorer):
 
 
 def _ahead(items: Iterable[Any]) -> Iterator[Any]:
-  """Yields items, each after the next one has been made."""
+  """Yields each item after the next one has been made."""
   items = iter(items)
   made = list(itertools.islice(items, 1))
   while made:
     made.extend(itertools.islice(items, 1))
-    yield made.pop(0)  # Not held here while it is used.
+    yield made.pop(0)  # No reference is kept here while the item is used.
 
 
 def _joined(parts: Sequence[TrainingBatch]) -> TrainingBatch:

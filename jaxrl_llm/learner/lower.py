@@ -1,4 +1,4 @@
-"""A learner's phases at their largest shapes, compiled without running."""
+"""Lowers a learner's phases at their largest shapes, without running them."""
 
 import functools
 
@@ -11,12 +11,12 @@ from jaxrl_llm.learner.members import Member
 from jaxrl_llm.learner.packing import PackedBatch
 from jaxrl_llm.models import PackedRows
 
-# Member -> its scores, in the names of programs.
+# Member -> name of its scores in program names.
 _SCORES = {"policy": "log-probs", "value": "values"}
 
 
 def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
-  """Lowers scoring and updates, running nothing."""
+  """Lowers scoring and updates without running them."""
   state, lowered = learner.abstract(), {}
   for member in learner.members.values():
     training = member.training
@@ -45,7 +45,7 @@ def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
 def _abstract_batch(
   learner: Learner, model: Member, names: set[str]
 ) -> PackedBatch:
-  """A mini-batch of ShapeDtypeStructs, as `packing.place` would put it."""
+  """Returns a mini-batch of ShapeDtypeStructs, placed like `packing.place`."""
   settings, mesh = model.settings, learner.mesh
   micro_batches = -(-settings.mini_batch // settings.micro_batch_size)
   row = learner.settings.max_tokens_per_row

@@ -1,7 +1,7 @@
-"""Members of a learner: trained models, and companions that follow the policy.
+"""Members of a learner, companions that follow the policy, and frozen models.
 
-A learner holds its members by name; only the policy has a special role. Models
-that only score are frozen.
+Members are trained models. A learner holds them by name; only the policy has a
+special role. Models that only score are frozen.
 """
 
 import dataclasses
@@ -28,21 +28,21 @@ Arguments = Callable[[LearnerSettings, LearnerState], tuple[Any, ...]]
 
 
 class Training(NamedTuple):
-  """Training of a member on a batch.
+  """Description of how a member is trained on a batch.
 
   Attributes:
-    objective: its loss.
+    objective: loss of the member.
     score: (params, PackedRows, *arguments) -> arrays [M, r, C]; see `scoring`.
     reads: names of the inputs [B, T] of the loss; it also reads `weights`.
-    mask: name of the bool input [B, T] with the tokens that it learns from.
+    mask: name of the bool input [B, T] that selects the tokens to train on.
     mode: reduction of the loss over them, see `masked.token_weights`.
     norm: constant length of the mode; None for modes without one.
-    auxiliary: further losses by name, see `update.policy_objective`.
+    auxiliary: additional losses by name, see `update.policy_objective`.
     correction: factor of the weights, see `Algorithm.correction`.
     step_scale: factor of an update, see `Algorithm`.
-    arguments: (settings, state) -> further arguments of loss and score.
-    waits: whether it learns only from ended responses, in whole mini-batches;
-      the last responses of a batch wait for the next one.
+    arguments: (settings, state) -> additional arguments of loss and score.
+    waits: whether to train only on ended responses, in full mini-batches; the
+      remaining responses of a batch wait for the next one.
   """
 
   objective: update.Objective
@@ -60,12 +60,12 @@ class Training(NamedTuple):
   def prepare(
     self, inputs: Experience, batch: MiniBatch, size: float | None = None
   ) -> PackedBatch:
-    """Packs the inputs of a mini-batch's rows; weights are over these rows.
+    """Packs the inputs of a mini-batch's rows, with weights over these rows.
 
     The reduction over the mini-batch (VAPO eq. 7-8: its token mean) and that of
     every auxiliary loss (eq. 9-10: over its correct responses) are fixed before
     any micro-batching. An off-policy correction multiplies the weights; the
-    denominator stays that of all tokens.
+    denominator still counts all tokens.
 
     Args:
       inputs: the algorithm's `experience` for the b rows.
@@ -73,7 +73,7 @@ class Training(NamedTuple):
       size: as in `masked.token_weights`, if the rows are a part of a
         mini-batch.
     """
-    # On the host: what the device is given would wait behind the last update.
+    # On the host: work on the device would queue behind the previous update.
     weigh = functools.partial(masked.token_weights, size=size, xp=np)
     mask = read = inputs[self.mask]
     weights = weigh(mask, mode=self.mode, norm=self.norm)
@@ -106,15 +106,15 @@ class Member:
   # With `init`, (key) -> params, and `shares_prompts`, see `packing.pack`.
   fns: Any
   training: Training
-  # (trained, donated) -> the state at step 0 with them, jitted.
+  # (trained parameters, donated) -> state at step 0, jitted.
   create_state: Callable[[Any], TrainState]
   # (params, PackedRows, *arguments) -> arrays [M, r, C], jitted.
   score: Callable[..., Any]
   update: update.Update
   shapes: TrainState  # ShapeDtypeStructs with shardings.
-  base: Any  # The same for the parameters that are not trained.
+  base: Any  # ShapeDtypeStructs of the parameters that are not trained.
   settings: UpdateSettings
-  shares_base: bool = False  # Whether they are the policy's.
+  shares_base: bool = False  # Whether `base` is shared with the policy.
 
   @property
   def params(self) -> Params:
@@ -123,16 +123,16 @@ class Member:
 
   @property
   def phase(self) -> str:
-    """Name of the phase of its updates."""
+    """Name of the phase that times the member's updates."""
     return f"update_{self.training.objective.name}"
 
   def split(self, params: Any) -> Params:
-    """Splits a nested dict of all parameters."""
+    """Splits a nested dict of all parameters into trained and frozen ones."""
     return partition(params, self.settings.frozen)
 
 
 class Companion(NamedTuple):
-  """Weights that follow those of the policy, such as a moving average.
+  """Weights that follow the policy's, such as a moving average.
 
   Functions that are None are not called.
   """
@@ -152,7 +152,7 @@ class Companion(NamedTuple):
 
 
 class Frozen(NamedTuple):
-  """A model that only scores, such as a teacher; no checkpoint has it."""
+  """A model that only scores, such as a teacher; checkpoints leave it out."""
 
   shapes: Any  # ShapeDtypeStructs with shardings of all parameters.
   load: Callable[[], Any]  # () -> params.
@@ -168,7 +168,7 @@ def make_frozen(
   Args:
     fns: functions of the model.
     read: (ShapeDtypeStructs with shardings) -> params.
-    mesh: mesh of the model; `sharding.PARAMETERS` splits its parameters.
+    mesh: mesh of the model; `sharding.PARAMETERS` shards its parameters.
   """
   whole = jax.eval_shape(fns.init, jax.random.key(0))
   places = sharding.tree_shardings(whole, mesh)
@@ -191,13 +191,13 @@ def policy_training(fns: ModelFns, algorithm: Algorithm) -> Training:
     auxiliary=auxiliary,
     correction=algorithm.correction,
     step_scale=algorithm.step_scale,
-    # An argument of the policy's functions.
+    # The temperature argument of the policy's functions.
     arguments=lambda settings, state: (np.float32(settings.temperature),),
   )
 
 
 def critic_training(fns: ValueFns, algorithm: Algorithm) -> Training:
-  """Returns the training of the critic, with a token mean of its loss."""
+  """Returns the training of the critic, whose loss is a token mean."""
   return Training(
     update.value_objective(fns, algorithm.value_loss),
     functools.partial(scoring.score_values, fns=fns),
@@ -218,9 +218,9 @@ def make_member(
 
   Args:
     fns: functions of the model, as in `Member`.
-    training: its training.
+    training: training of the model.
     settings: update settings.
-    mesh: mesh of the model; `sharding.PARAMETERS` splits its parameters.
+    mesh: mesh of the model; `sharding.PARAMETERS` shards its parameters.
   """
   schedule = optimizer_lib.make_schedule(settings)
   optimizer = optimizer_lib.make_optimizer(
@@ -261,7 +261,7 @@ def _check_frozen(params: Any, frozen: tuple[str, ...]) -> None:
     if not (base and trained):
       whose = "every" if base else "no"
       raise InputError(
-        f"config.optimizer: frozen={part!r} is a part of {whose} parameter's"
-        f" path; choose among {', '.join(sorted(params))}, or parts such as"
-        " 'layers/mlp'"
+        f"config.optimizer: frozen={part!r} is contained in {whose} parameter's"
+        f" path; choose from {', '.join(sorted(params))}, or parts of paths"
+        " such as 'layers/mlp'"
       )

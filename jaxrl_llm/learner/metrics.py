@@ -1,4 +1,4 @@
-"""Metrics of a batch and of its updates."""
+"""Metrics of a batch and of the updates on it."""
 
 import collections
 import re
@@ -29,7 +29,7 @@ def batch_metrics(
 
 
 def over_updates(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
-  """Reduces the metrics of updates: means, maxima and counts of skips."""
+  """Reduces metrics over updates: means, maxima and counts of skips."""
   out = {}
   for key in rows[0]:
     over = {"max": max, "skipped": sum}.get(re.split("[/_]", key)[-1], np.mean)
@@ -62,7 +62,7 @@ def experience_metrics(
 
 
 def explained_variance(experience: Experience) -> float:
-  """1 − Var(G − V) / Var(G) of values that have not seen these returns."""
+  """1 − Var(G − V) / Var(G), with values from before the update."""
   arrays = (experience[x] for x in ("old_values", "returns", "value_mask"))
   return float(masked.explained_variance(*arrays))
 
@@ -76,14 +76,15 @@ def parity(
 ) -> dict[str, float]:
   """Returns the difference between the sampler's and trainer's log-probs.
 
-  Only tokens of the current version are compared: older ones also differ by the
-  updates since (`staleness`), and tokens of other origin by their author.
+  Only tokens that the current version of the policy sampled are compared: older
+  tokens also differ by the updates since then (`staleness`), and the policy did
+  not write tokens of another origin.
 
   Args:
     rollout: B responses.
     mask: bool [B, T], tokens that are trained on.
     old_logprobs: [B, T], log-probs of the trainer before the update.
-    scored: bool [B], rows that have them.
+    scored: bool [B], rows that have `old_logprobs`.
     version: version of the policy before the update.
   """
   same = mask & scored[:, None] & (rollout.version == version)
@@ -100,7 +101,7 @@ def parity(
 def staleness(
   rollout: Rollout, mask: np.ndarray, version: int
 ) -> dict[str, float]:
-  """Returns the versions between a token's weights and those it trains."""
+  """Returns the number of updates since the trained tokens were sampled."""
   age = version - rollout.version[mask]
   if not age.size:
     return {}
@@ -113,7 +114,7 @@ def staleness(
 def boundary_error(
   rollout: Rollout, values: np.ndarray, next_values: np.ndarray
 ) -> dict[str, float]:
-  """Mean |V(s_l) − V(s_{l−1})| where a window cuts, EGAE's approximation.
+  """Mean |V(s_l) − V(s_{l−1})| at window ends: EGAE's approximation error.
 
   Args:
     rollout: B responses.

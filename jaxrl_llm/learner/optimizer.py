@@ -1,4 +1,4 @@
-"""Train state and optimizers."""
+"""Train state, optimizers and learning-rate schedules."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ class OptimizerState(NamedTuple):
 
   opt_state: Any  # State of the optax transformation.
   step: chex.Array  # int32 scalar, updates applied.
-  skipped: chex.Array  # int32 scalar, non-finite updates, which are skipped.
+  skipped: chex.Array  # int32 scalar, updates skipped because not finite.
   skipped_in_a_row: chex.Array  # int32 scalar, since the last applied one.
 
 
@@ -43,7 +43,7 @@ class UpdateSettings:
   b1: float
   b2: float
   eps: float
-  mu_dtype: str  # Dtype of the mean of gradients.
+  mu_dtype: str  # Dtype of the first moment.
   mini_batch: int  # Responses per update.
   micro_batch_size: int  # Packed rows per micro-batch.
   epochs: int  # Passes over each batch.
@@ -114,10 +114,10 @@ def adafactor(
 ) -> optax.GradientTransformation:
   """Makes Adafactor with momentum, at the learning rates of AdamW.
 
-  The second moment of a matrix is the outer product of its means over rows and
-  over columns, so that the state is one moment and not two. As in the paper, it
-  decays by 1 - t^-0.8, and the root mean square of an update is at most the
-  learning rate; updates are not scaled by the size of the parameters.
+  The second moment of a matrix is factored into its means over rows and over
+  columns, so that only one full moment is stored instead of two. As in the
+  paper, its decay rate is 1 - t^-0.8, and the root mean square of an update is
+  at most the learning rate; updates are not scaled by parameter size.
 
   Args:
     schedule: learning rate of an update.
@@ -157,8 +157,8 @@ def make_optimizer(
     schedule: learning rate of an update.
     max_grad_norm: maximum global norm; larger gradients are scaled down.
     name: name in `OPTIMIZERS`.
-    **settings: fields of `UpdateSettings`; the optimizer receives those that it
-      names.
+    **settings: fields of `UpdateSettings`; the optimizer receives the fields
+      that it has as arguments.
   """
   make = OPTIMIZERS[name]
   _, *named = inspect.signature(make).parameters  # The first is the schedule.
@@ -181,7 +181,7 @@ def create_train_state(
 
 
 def at_schedule_step(state: TrainState, step: chex.Array) -> TrainState:
-  """The state with its learning-rate schedule at a step, an int32 scalar."""
+  """Sets the step of a state's learning-rate schedule, an int32 scalar."""
   is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
   move = lambda x: x._replace(count=step) if is_schedule(x) else x
   opt_state = state.optimizer.opt_state
@@ -197,14 +197,14 @@ def apply_gradients(
   finite: chex.Array,
   scale: chex.Array | None = None,
 ) -> TrainState:
-  """One optimizer update, or the state unchanged when not `finite`.
+  """Applies one optimizer update, or returns the same state if not `finite`.
 
   Args:
-    state: before.
-    gradients: like its parameters.
-    optimizer: of the state.
+    state: state before the update.
+    gradients: tree like the trained parameters.
+    optimizer: optimizer of the state.
     finite: bool scalar.
-    scale: factor of the update beside the learning rate; None is 1.
+    scale: factor of the update on top of the learning rate; None is 1.
   """
   before = state.optimizer
   trained = state.trained

@@ -1,4 +1,4 @@
-"""Cuts batches into packed mini-batches of each member's own size."""
+"""Splits batches into packed mini-batches for each member."""
 
 import dataclasses
 import functools
@@ -12,19 +12,19 @@ from jaxrl_llm.learner.members import Member
 from jaxrl_llm.learner.packing import MiniBatch
 from jaxrl_llm.types import Responses, Rollout
 
-View = Callable[[Rollout], Rollout]  # With the same responses.
+View = Callable[[Rollout], Rollout]  # Keeps the responses.
 MiniBatches = dict[str, list[MiniBatch]]  # By member.
 
 
 @dataclasses.dataclass(frozen=True)
 class Packer:
-  """Cuts batches for the members of a learner.
+  """Splits batches into mini-batches for the members of a learner.
 
   Attributes:
     members: members by name, including the policy.
     capacity: tokens per packed row.
-    views: functions of the samples that a member reads, by member; without one
-      it reads what the policy does.
+    views: member -> function that returns the samples as the member reads them;
+      a member without a view reads the policy's samples.
   """
 
   members: Mapping[str, Member]
@@ -38,7 +38,7 @@ class Packer:
 
   @functools.cached_property
   def size(self) -> int:
-    """Least common multiple of their mini-batch sizes; 0 without any."""
+    """Least common multiple of the mini-batch sizes of `waits`; 0 if empty."""
     sizes = [self.members[name].settings.mini_batch for name in self.waits]
     return int(np.lcm.reduce(sizes)) if sizes else 0
 
@@ -54,11 +54,11 @@ class Packer:
     waiting: Responses | None,
     rng: np.random.Generator,
   ) -> tuple[Responses, MiniBatches, Responses | None]:
-    """Packs a complete batch, shuffled.
+    """Packs a complete batch into shuffled mini-batches.
 
     Args:
-      responses: the batch, all of it with new tokens for the policy.
-      waiting: earlier responses for the members that wait.
+      responses: a batch in which every response has new tokens for the policy.
+      waiting: earlier responses for the members in `waits`.
       rng: random generator of the order.
 
     Returns:
@@ -76,10 +76,10 @@ class Packer:
   def with_waiting(
     self, responses: Responses, waiting: Responses | None
   ) -> tuple[Responses, np.ndarray, Responses | None]:
-    """Returns the batch, rows for members that wait, and the waiting responses.
+    """Returns the batch, rows for members in `waits`, and remaining responses.
 
-    Mini-batches are whole and take the oldest responses first: in a smaller
-    one, each response would weigh more.
+    Mini-batches are full and take the oldest responses first: in a smaller
+    mini-batch, each response would have a larger weight.
     """
     batch, rows = responses, np.flatnonzero(responses.ended)
     if not self.size:
@@ -90,7 +90,7 @@ class Packer:
       rows = np.append(waited, rows)
     learned, left = np.split(rows, [len(rows) // self.size * self.size])
     waiting = types.take_rows(batch, left)
-    # The policy has been trained on all of their tokens.
+    # The policy has already been trained on all tokens of these responses.
     rollout = waiting.rollout
     rollout = rollout.replace(window_start=rollout.lengths)
     waiting = waiting.replace(rollout=rollout) if left.size else None
@@ -121,17 +121,17 @@ class Packer:
   def completed(
     self, name: str, rollout: Rollout, mini_batches: list[MiniBatch]
   ) -> list[MiniBatch]:
-    """Adds mini-batches of the remaining rows."""
+    """Returns the mini-batches with further ones of the remaining rows."""
     rows = np.arange(len(rollout.lengths))
     for batch in mini_batches:
       rows = np.setdiff1d(rows, batch.rows)
     return mini_batches + self.mini_batches(name, rollout, rows)
 
   def joined(self, arriving: Iterable[Responses]) -> Iterator[Responses]:
-    """Joins groups until they fill a micro-batch, except for the last ones.
+    """Joins groups until they fill a micro-batch; the last ones may not.
 
-    Gradients of fewer tokens would cost as much. Only lengths decide, so that a
-    repeated run joins the same groups.
+    Gradients of fewer tokens would cost as much. The decision depends only on
+    lengths, so that a repeated run joins the same groups.
     """
     gathered, tokens = [], 0
     for responses in arriving:
@@ -144,14 +144,14 @@ class Packer:
       yield types.join_rows(gathered)
 
   def _tokens(self, name: str, rollout: Rollout) -> int:
-    """Returns the tokens of a group in packed rows of a member."""
+    """Returns the number of tokens of groups in packed rows of a member."""
     share = self.members[name].fns.shares_prompts
     seen = self._seen(name, rollout)
     _, lengths = packing.make_units(seen, self.capacity, share=share)
     return sum(lengths)
 
   def part(self, responses: Responses) -> tuple[Responses, MiniBatches, None]:
-    """Packs a result of `joined` as one mini-batch of a fixed shape.
+    """Packs groups from `joined` as one mini-batch of a fixed shape.
 
     Returns the same as `batch`; no responses wait.
     """
@@ -176,10 +176,10 @@ class Packer:
 
 
 def check_rows(batches: list[MiniBatch], rows: np.ndarray) -> None:
-  """Checks that mini-batches contain each row exactly once."""
+  """Checks that the mini-batches contain each row exactly once."""
   held = np.concatenate([rows[:0], *(batch.rows for batch in batches)])
   if not np.array_equal(np.sort(held), np.sort(rows)):
     raise RuntimeError(
-      f"{len(rows)} responses are to be trained on once, but mini-batches hold"
-      f" {len(held)}, {len(np.unique(held))} of them different"
+      f"mini-batches must contain each of {len(rows)} responses once, but"
+      f" contain {len(held)}, {len(np.unique(held))} of them distinct"
     )

@@ -1,14 +1,14 @@
 """Packing: samples of different lengths in rows of a fixed capacity.
 
 A sample is its prompt and response without padding. Samples of one prompt that
-fit a row together share their prompt, which is then computed once: the prompt
-but its last token is one segment, and every branch (last prompt token and
-response) is a segment that also sees it as its prefix. These units are laid
-into rows [R, C] by first-fit-decreasing, rows are grouped into micro-batches
-[M, r, C] of a fixed shape, and a count says how many of them hold anything.
-Cost then follows the tokens that exist while every step has the same shapes.
+fit into a row share the prompt, which is then computed once: the prompt without
+its last token is one segment, and every branch (last prompt token and response)
+is a segment that also attends to it as its prefix. These units are packed into
+rows [R, C] by first-fit decreasing, rows are grouped into micro-batches
+[M, r, C] of a fixed shape, and a count tells how many of them are not empty.
+Cost is then proportional to the actual tokens, but shapes never change.
 
-This file holds one of the two shifts between logits and tokens (the sampler is
+This file has one of the two shifts between logits and tokens (the sampler has
 the other): response token t of a sample is predicted at the position before it,
 so every response-aligned [B, T] array is scattered to that position.
 """
@@ -32,8 +32,7 @@ from jaxrl_llm.types import Rollout, take_rows
 class Layout:
   """The positions of B samples in packed rows [M, r, C].
 
-  Its size follows the number of samples: what has T columns is computed where
-  it is used.
+  Its size depends on B only: arrays with T columns are computed on demand.
 
   Attributes:
     shape: (M, r, C).
@@ -51,21 +50,21 @@ class Layout:
 
   @property
   def present(self) -> np.ndarray:
-    """bool [B, T], tokens that exist."""
+    """bool [B, T], True at actual response tokens, not padding."""
     return np.arange(self.width)[None] < self.lengths[:, None]
 
   @property
   def index(self) -> np.ndarray:
-    """int64 [N], flat position that predicts each token that exists."""
+    """int64 [N], flat positions that predict the N actual response tokens."""
     before = np.cumsum(self.lengths) - self.lengths
     return np.arange(self.lengths.sum()) + np.repeat(
       self.start - before, self.lengths
     )
 
   def scatter(self, values: chex.Array, fill: int = 0) -> np.ndarray:
-    """Response-aligned [B, T, ...] to packed [M, r, C, ...].
+    """Scatters response-aligned [B, T, ...] to packed [M, r, C, ...].
 
-    Positions that predict no token get the `fill`.
+    Positions that predict no token are set to `fill`.
     """
     values = np.asarray(values)
     shape = *self.shape, *values.shape[2:]
@@ -74,14 +73,14 @@ class Layout:
     return packed.reshape(shape)
 
   def gather(self, packed: chex.Array) -> np.ndarray:
-    """Packed [M, r, C] to response-aligned [B, T], 0 elsewhere."""
+    """Gathers packed [M, r, C] to response-aligned [B, T], 0 in padding."""
     flat, present = np.asarray(packed).reshape(-1), self.present
     values = np.zeros(present.shape, flat.dtype)
     values[present] = flat[self.index]
     return values
 
   def gather_last(self, packed: chex.Array) -> np.ndarray:
-    """Packed [M, r, C] to [B], the value at the last token."""
+    """Gathers packed [M, r, C] to [B], the value at the last token."""
     return np.asarray(packed).reshape(-1)[self.start + self.lengths]
 
   def pack(self, rollout: Rollout) -> PackedRows:
@@ -97,7 +96,7 @@ class Layout:
     choices = rollout.choices
     if choices is not None:
       choices = self.scatter(choices, fill=-1)
-    # A token lies right after the position that predicts it.
+    # A token is one position after the position that predicts it.
     behind = np.roll(self.scatter(sampled).reshape(-1), 1)
     return PackedRows(
       **{name: x.reshape(self.shape) for name, x in flat.items()},
@@ -108,7 +107,7 @@ class Layout:
     )
 
   def _write_unit(self, flat, rollout, unit, at, segment) -> int:
-    """Writes a unit from flat position `at` on; returns its last segment."""
+    """Writes a unit at flat position `at`; returns its last segment."""
     prompt = rollout.prompt_tokens[unit[0], : rollout.prompt_lengths[unit[0]]]
     shared = prompt[:-1] if len(unit) > 1 else prompt[:0]
     own, prefix = prompt[shared.size :], 0
@@ -129,7 +128,7 @@ def first_fit_decreasing(
   """Assigns units to rows, longest first, each to the first row that fits.
 
   Args:
-    lengths: int [N], none over capacity.
+    lengths: int [N], at most `capacity`.
     capacity: tokens per row.
 
   Returns:
@@ -151,22 +150,22 @@ def first_fit_decreasing(
 def make_units(
   rollout: Rollout, capacity: int, *, share: bool
 ) -> tuple[list[list[int]], list[int]]:
-  """Groups samples of one prompt into units that fit a row and share it.
+  """Groups samples that share a prompt into units that fit into a row.
 
-  A unit of n > 1 samples holds the prompt but its last token, then per sample
-  that token and the response.
+  A unit of n > 1 samples consists of the prompt without its last token, then
+  that token and the response of each sample.
 
   Args:
     rollout: B samples.
     capacity: tokens per row.
-    share: False makes a unit of every sample.
+    share: False makes one unit per sample.
 
   Returns:
-    Lists of sample indices, together every index once, and the length of each.
+    The sample indices of each unit, which partition range(B), and its length.
   """
   units: list[list[int]] = []
   lengths: list[int] = []
-  last: dict[int, int] = {}  # Group: number of its last unit.
+  last: dict[int, int] = {}  # Group -> index of its last unit.
   groups = rollout.group if share else np.arange(len(rollout.lengths))
   for i in np.lexsort((-rollout.lengths, groups)).tolist():
     group, branch = int(groups[i]), 1 + int(rollout.lengths[i])
@@ -188,14 +187,14 @@ def make_layout(
   micro_batches: int,
   share: bool = True,
 ) -> Layout:
-  """Lays the samples of a rollout into packed rows.
+  """Assigns the samples of a rollout to packed rows.
 
   Args:
-    rollout: B samples as NumPy arrays; rows of a group have one prompt.
+    rollout: B samples as NumPy arrays; rows of a group have the same prompt.
     capacity: tokens per row, C; at least the longest sample.
     rows: rows per micro-batch, r.
     micro_batches: static number of micro-batches, M. B ≤ M · r always fits.
-    share: samples of a group share their prompt; else each has its own.
+    share: whether samples of a group share one copy of their prompt.
 
   Raises:
     ValueError: a sample is longer than a row, there are too few rows, or a
@@ -228,10 +227,10 @@ def make_layout(
 
 
 def pack(rollout: Rollout, **shape: Any) -> tuple[PackedRows, Layout]:
-  """Packs the samples of a rollout; arguments of `make_layout`.
+  """Packs the samples of a rollout; arguments as in `make_layout`.
 
   Returns:
-    The packed tokens and the layout that moves [B, T] arrays to and fro.
+    The packed tokens and the layout that maps [B, T] arrays to and from them.
   """
   layout = make_layout(rollout, **shape)
   return layout.pack(rollout), layout
@@ -263,8 +262,8 @@ def _write(flat, at, tokens, position, segment, prefix) -> None:
 class PackedBatch:
   """One mini-batch for an update; arrays are [M, r, C] like its tokens.
 
-  The model is read where `packed.mask` is True. `mask` is True at the tokens
-  of the main loss among them: auxiliary losses may have others.
+  `packed.mask` is True where outputs of the model are used. `mask` is True at
+  the subset of these tokens in the main loss; auxiliary losses may use others.
   """
 
   packed: PackedRows
@@ -275,7 +274,7 @@ class PackedBatch:
 
   @property
   def trains(self) -> bool:
-    """Whether any token has a weight in any loss; reads host arrays."""
+    """Whether any token has a nonzero weight in any loss; reads host arrays."""
     return any(x.any() for k, x in self.inputs.items() if k.endswith("weights"))
 
   def micro_batch(self, i: chex.Numeric) -> dict[str, Any]:
@@ -295,7 +294,7 @@ class MiniBatch:
 
   @property
   def packed(self) -> PackedRows:
-    """Packs the samples; not kept, so that a batch is never packed whole."""
+    """Packs the samples. Not cached, so that only one mini-batch is packed."""
     return self.layout.pack(take_rows(self.rollout, self.rows))
 
 
@@ -312,7 +311,8 @@ def mini_batches(
   """Splits a rollout into mini-batches of `size` samples.
 
   Groups are shuffled, not samples, so that a group's samples stay together and
-  share their prompt. Sizes differ by one at most, so that samples weigh alike.
+  share their prompt. Sizes differ by at most one, so that all samples have
+  nearly the same weight.
 
   Args:
     rollout: B samples.
@@ -342,7 +342,7 @@ def mini_batches(
 
 
 def place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Puts [M, r, C, ...] arrays on the mesh, rows split over its batch axes."""
+  """Puts [M, r, C, ...] arrays on the mesh, with r sharded over batch axes."""
   rows, whole = sharding.along_batch(mesh, axis=1), sharding.replicated(mesh)
   places = jax.tree.map(lambda x: rows if x.ndim >= 3 else whole, batch)
   return processes.put(batch, places)

@@ -3,8 +3,8 @@
 A part is a function of arrays with the names of its inputs. Inputs are fields
 of the batch (`mask`, `rewards`, `behavior_logprobs`, ...), scores of the models
 (`values`, `old_logprobs`, ...) or results of other parts (`advantages`, ...).
-Only inputs that some part reads are computed, and your own part may read your
-own input.
+Only inputs that some part reads are computed. User-defined parts may read
+user-defined inputs.
 """
 
 import inspect
@@ -42,13 +42,13 @@ def part(
   /,
   **inputs: str,
 ) -> Part:
-  """Makes a part of a function.
+  """Makes a part from a function.
 
   Args:
-    fn: function of arrays; each positional argument reads the input of its
+    fn: function of arrays; each positional argument reads the input of the same
       name.
-    settings: values of keyword-only arguments by name; others are ignored, and
-      arguments without a value keep their default.
+    settings: values of keyword-only arguments by name. Other settings are
+      ignored, and arguments without a value keep their default.
     **inputs: argument -> name of the input that it reads instead.
 
   Raises:
@@ -62,7 +62,7 @@ def part(
     needed = p.kind is p.KEYWORD_ONLY and p.default is p.empty
     if needed and p.name not in {*chosen, *inputs}:
       raise InputError(
-        f"{getattr(fn, '__name__', fn)} needs a value of {p.name!r}; give it in"
+        f"{getattr(fn, '__name__', fn)} needs a value for {p.name!r}; set it in"
         " config.estimator.settings or config.loss.settings"
       )
   arguments = {name: name for name in positional} | inputs
@@ -71,7 +71,7 @@ def part(
 
 
 def then(first: Part, second: Part) -> Part:
-  """Gives the result of a part to another one, in place of its first input."""
+  """Chains two parts: the first input of `second` is the result of `first`."""
 
   def both(*arrays):
     count = len(first.reads)
@@ -83,15 +83,15 @@ def then(first: Part, second: Part) -> Part:
 def leaves_of(
   names: Iterable[str], parts: Mapping[str, Part], by: tuple[str, ...] = ()
 ) -> set[str]:
-  """Returns the inputs that the named ones need and that no part computes.
+  """Returns the inputs that `names` depend on and that no part computes.
 
   Args:
     names: names of inputs.
     parts: parts by the name of the input that they compute.
-    by: inputs that need the named ones.
+    by: chain of inputs that depend on `names`.
 
   Raises:
-    InputError: An input needs itself.
+    InputError: An input depends on itself.
   """
   found = set()
   for name in names:
@@ -113,7 +113,7 @@ def evaluate(
 ) -> dict[str, jax.Array]:
   """Computes the named inputs, each part once.
 
-  They are constants of a loss: no gradient flows into them.
+  They are constants in a loss: no gradient flows into them.
 
   Args:
     names: names of inputs.
@@ -121,7 +121,7 @@ def evaluate(
     leaves: inputs that no part computes.
 
   Raises:
-    KeyError: An input is neither computed nor given.
+    KeyError: An input is neither computed by a part nor in `leaves`.
   """
   known = dict(leaves)
 

@@ -1,7 +1,7 @@
-"""Providers of the inputs that are not computed by a part of the algorithm.
+"""Providers of the inputs that no part of the algorithm computes.
 
-An input is a field of the rollout or of its verdicts (`of_responses`), or a
-score by a model: an entry of `PROVIDERS`.
+Such an input is a field of the rollout or of its verdicts (`of_responses`), or
+a model's score with an entry in `PROVIDERS`.
 """
 
 import collections
@@ -22,7 +22,7 @@ from jaxrl_llm.types import Origin, Responses, Rollout, take_rows
 Scores = dict[str, np.ndarray]
 # (name, rows of the data [B]) -> numbers [B].
 Column = Callable[[str, np.ndarray], np.ndarray]
-# Prefixes of the inputs that are parts of the reward or columns of the data.
+# Prefixes of inputs that are parts of the reward or columns of the data.
 PART, COLUMN = "part_", "column_"
 VERDICTS = ("rewards", "correct", "judged")
 # Inputs that every learner has.
@@ -34,10 +34,10 @@ OF_THE_BATCH = frozenset(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scoring:
-  """Scoring of a batch of B responses, the argument of providers.
+  """Scores a batch of B responses; the argument of providers.
 
   Attributes:
-    learner: the learner, with its models and settings.
+    learner: learner with its models and settings.
     state: state of the learner before the update.
     rollout: the responses.
     mini_batches: packed rows by member; some rows may be absent.
@@ -62,11 +62,11 @@ class Scoring:
     read: Callable[[Any], np.ndarray] = lambda scored: scored,
     trained: Any = None,
   ) -> np.ndarray:
-    """Returns scores of a member at all tokens, [B, T]; 0 of absent rows.
+    """Returns scores of a member at all tokens, [B, T]; 0 in absent rows.
 
     Args:
       member: name of the member.
-      read: function of its scores of a mini-batch that returns [M, r, C].
+      read: (the member's scores of a mini-batch) -> [M, r, C].
       trained: as in `Learner.score`.
     """
     out = self.zeros()
@@ -81,7 +81,8 @@ class Scoring:
 
     `old_logprobs` and `entropies` [B, T], 0 where not scored, and `scored`,
     bool [B]. If the algorithm reads neither, only the first mini-batch is
-    scored, to compare sampler and trainer, and nothing if none was sampled.
+    scored, to compare sampler and trainer; nothing is scored if the policy
+    sampled no token.
     """
     out = {"old_logprobs": self.zeros(), "entropies": self.zeros()}
     out["scored"] = np.zeros(len(self.rollout.lengths), bool)
@@ -105,7 +106,7 @@ class Scoring:
     return out
 
   def scores(self) -> Scores:
-    """Returns the scores that the algorithm reads, and those of the policy."""
+    """Returns the policy's scores and all others that the algorithm reads."""
     leaves = sorted(self.learner.algorithm.leaves & PROVIDERS.keys())
     out = dict(self.policy)
     for give in dict.fromkeys(PROVIDERS[leaf].give for leaf in leaves):
@@ -122,9 +123,9 @@ def _reference(scoring: Scoring) -> Scores:
 
 
 def _values(scoring: Scoring) -> Scores:
-  """Provides the critic's scores before each token, and V after the last one.
+  """Provides the critic's scores before each token, and V after the last token.
 
-  `valued`, bool [B], is True for the rows that have them.
+  `valued`, bool [B], is True for the rows that were scored.
   """
   out = collections.defaultdict(scoring.zeros)
   rows = len(out["values"])
@@ -139,12 +140,12 @@ def _values(scoring: Scoring) -> Scores:
 
 
 def of_member(member: str) -> Callable[[Scoring], np.ndarray]:
-  """Returns a function for `register.leaf` with a member's scores, [B, T]."""
+  """Returns a function for `register.leaf` that computes a member's scores."""
   return lambda scoring: scoring.tokens(member)
 
 
 class Provider(NamedTuple):
-  """Computes inputs that are scores of models."""
+  """A function that computes inputs by scoring with models."""
 
   # Names of members, companions and inputs, or 'reference' (of a KL).
   needs: tuple[str, ...]
@@ -165,7 +166,7 @@ PROVIDERS = Table(
 
 
 def needs_of(leaves: Collection[str]) -> frozenset[str]:
-  """Returns what the providers of inputs need, directly or indirectly."""
+  """Returns the names that the inputs' providers need, also indirectly."""
   found = {
     name for x in PROVIDERS.keys() & leaves for name in PROVIDERS[x].needs
   }

@@ -1,7 +1,7 @@
-"""Detects silent data corruption: repeated updates must agree in every bit.
+"""Detects silent data corruption: repeated updates must be bitwise equal.
 
-A faulty processor can calculate wrongly without an error (Hochschild et al.
-2021, "Cores that don't count"). No loss curve shows it.
+A faulty processor can compute wrong results without an error (Hochschild et al.
+2021, "Cores that don't count"). Loss curves do not show it.
 """
 
 import socket
@@ -32,14 +32,14 @@ def update_twice(
   Args:
     learner: runs the updates. On a GPU they are deterministic only with
       XLA_FLAGS=--xla_gpu_deterministic_ops=true.
-    state: the state before; its arrays are donated.
+    state: state before the update; its arrays are donated.
     responses: the batch.
     timer: times the second update and the comparison as phase `replay`.
     scored: as in `Learner.update`.
 
   Raises:
     TrainingStopped: The updates differ, or replicated arrays differ between
-      devices; nothing of the update has been saved.
+      devices; the update has not been saved.
   """
   with timer.phase("replay"):
     step = state.step + 1
@@ -60,7 +60,7 @@ def update_twice(
     hosts = ", ".join(processes.gather(socket.gethostname()))
     raise TrainingStopped(
       f"step {step}, computed twice, differs in {wrong[0]} ({len(wrong)} of"
-      f" {len(first)} arrays): one of {hosts} calculates wrongly; {_AGAIN}"
+      f" {len(first)} arrays): one of {hosts} computes wrong results; {_AGAIN}"
     )
   return after, row
 

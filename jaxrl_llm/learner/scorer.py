@@ -1,4 +1,4 @@
-"""The scoring half of a learner: models, their scores, and what follows.
+"""The scoring half of a learner: scores of its models, and inputs made of them.
 
 score     log-probs and values of every token, in packed rows
 estimate  advantages, targets and masks: the inputs of the algorithm
@@ -31,24 +31,24 @@ from jaxrl_llm.types import Experience, Responses, Rollout
 
 @dataclasses.dataclass(eq=False)
 class Scorer:
-  """Scores responses by the models of a run, for its algorithm.
+  """Scores responses with the models of a run and computes their inputs.
 
   Construction loads no weights and compiles nothing.
 
   Attributes:
-    algorithm: the mathematics.
+    algorithm: parts of the update.
     members: trained models by name. The first is 'policy', which is sampled
-      from; the others are updated before it, the last one first.
+      from; the others are updated before it, in reverse order.
     settings: plain settings.
     mesh: mesh of all models.
     initial_params: loads the initial parameters of the policy. It is called
       again for the reference of a KL, and its result is donated.
-    companions: weights that follow those of the policy, by name.
-    column: reads numbers of the data, for algorithms with such inputs.
+    companions: weights that follow the policy's, by name.
+    column: reads numeric columns of the data, for algorithms that use them.
     frozen: models that only score, by name.
-    sampler_logprobs: (policy's parameters, responses) -> log-probs [B, T] by
-      the program that samples, the old ones; None: by the policy's `score`.
-    views: functions of the samples that a member reads, by member.
+    sampler_logprobs: (policy's parameters, responses) -> `old_logprobs` [B, T],
+      computed by the sampling program; None uses the policy's `score`.
+    views: member -> function that returns the samples as the member reads them.
   """
 
   algorithm: Algorithm
@@ -73,7 +73,7 @@ class Scorer:
     return self.members.get("critic")
 
   def abstract(self) -> LearnerState:
-    """Returns the structure of the state, into which a checkpoint is restored.
+    """Returns the abstract state into which a checkpoint is restored.
 
     Leaves are ShapeDtypeStructs with shardings; a class stands for a record of
     host arrays that may be absent.
@@ -90,7 +90,7 @@ class Scorer:
     )
 
   def alone(self, name: str, params: Any) -> LearnerState:
-    """Returns a state that one member can score with, and not be trained.
+    """Returns a state with one member, for scoring but not for training.
 
     Args:
       name: name of the member.
@@ -105,7 +105,7 @@ class Scorer:
     return self.abstract().replace(models={name: model}, base={name: own})
 
   def constants(self) -> dict[str, Any]:
-    """Loads the models that no checkpoint has, by field of the state."""
+    """Loads the models that checkpoints leave out, by field of the state."""
     reference = None  # The initial policy, for a KL to it.
     if "reference" in providers.needs_of(self.algorithm.leaves):
       reference = self.policy.split(self.initial_params()).trained
@@ -118,7 +118,7 @@ class Scorer:
 
   @functools.cached_property
   def _estimate(self) -> Callable[[Experience], Experience]:
-    """Jitted function of leaves that computes the algorithm's inputs."""
+    """Jitted (leaves) -> `Algorithm.experience`."""
     names, made = sorted(self.algorithm.experience), self.algorithm.parts
     return jax.jit(functools.partial(parts.evaluate, names, made))
 
@@ -147,7 +147,7 @@ class Scorer:
   def read(
     self, state: LearnerState, name: str, rollout: Rollout
   ) -> np.ndarray:
-    """Returns an input that a model gives, of responses that may go on.
+    """Returns an input that a model provides, also for unfinished responses.
 
     Args:
       state: state of the learner.
@@ -186,10 +186,10 @@ class Scorer:
     *,
     whole: bool = True,
   ) -> TrainingBatch:
-    """Scores all rows with the current models, and computes the inputs."""
+    """Scores all rows with the current models and computes the inputs."""
     rollout, waits = responses.rollout, self._packer.waits
-    # Targets need scores of all rows: those of the policy for responses that
-    # waited, and those of the critic for cut ones, whose advantages bootstrap.
+    # Targets need scores of all rows: the policy must also score responses that
+    # waited, and the critic truncated ones, whose advantages bootstrap from it.
     targets = parts.leaves_of(["returns"], self.algorithm.parts)
     packed, complete = dict(mini_batches), providers.needs_of(targets)
     for name in filter((complete | waits).__contains__, self.members):
@@ -219,7 +219,7 @@ class Scorer:
       responses: B judged responses.
       scores: scores of the models by name.
       version: version of the policy before the update.
-      learned: rows that members that wait learn from.
+      learned: rows that members with `Training.waits` train on.
       whole: whether to pad to a multiple of a mini-batch, otherwise to a power
         of two; both limit the number of compilations.
     """
@@ -241,7 +241,7 @@ class Scorer:
 
     leaves = {k: placed(x) if np.ndim(x) else x for k, x in given.items()}
     made = processes.ready(self._estimate(leaves))
-    # Ended responses that wait for a full mini-batch have no value loss yet.
+    # Ended responses that wait for a full mini-batch are not in this update.
     held = placed(np.isin(np.arange(rows), learned)[:, None])
     waits = sorted(self._packer.waits)
     for mask in dict.fromkeys(self.members[x].training.mask for x in waits):

@@ -30,13 +30,13 @@ def over_micro_batches(score, packed: PackedRows) -> Any:
 def score_logprobs(
   params: Any, packed: PackedRows, temperature: chex.Numeric, *, fns: ModelFns
 ) -> TokenLogprobs:
-  """log π(target) and entropy at every unmasked position, float32 [M, r, C].
+  """Returns log π(target) and entropy where unmasked, float32 [M, r, C].
 
   Args:
     params: policy parameters.
-    packed: the rows.
-    temperature: that the responses were sampled at.
-    fns: the policy.
+    packed: packed rows.
+    temperature: sampling temperature of the responses.
+    fns: functions of the policy.
   """
   score = lambda rows: fns.logprobs(params, rows, temperature)[0]
   return over_micro_batches(score, packed)
@@ -45,15 +45,15 @@ def score_logprobs(
 def score_values(
   params: Any, packed: PackedRows, *, fns: ValueFns
 ) -> dict[str, jax.Array]:
-  """Outputs of a critic with one number per position, float32 [M, r, C].
+  """Returns a critic's outputs with one number per position, float32 [M, r, C].
 
-  `values` is V(state before target), at the last position of a sample V(state
-  after its last token).
+  `values` is V(state before target), or V(state after the last token) at the
+  last position of a sample.
   """
 
   def score(rows):
     outputs, _ = fns.outputs(params, rows)
-    # An output may be a tree, such as those of several critics.
+    # An output may be a tree, such as the outputs of several critics.
     has_one = lambda x: getattr(x, "shape", None) == rows.tokens.shape
     return {name: x for name, x in outputs.items() if has_one(x)}
 

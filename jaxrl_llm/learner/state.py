@@ -1,4 +1,4 @@
-"""The state of a learner, and its records."""
+"""The state of a learner, its settings, and scored batches."""
 
 import dataclasses
 import functools
@@ -22,18 +22,18 @@ from jaxrl_llm.types import Experience, Responses, Rollout
 class LearnerState:
   """The state of a learner; with the seed it determines everything else."""
 
-  step: int  # Batches learned from: the version of the policy.
-  # By name of the member and of the companion, see `members`. The entries have
-  # the names of fields in a checkpoint.
+  step: int  # Batches trained on: the version of the policy.
+  # By name of the member or companion, see `members`. In a checkpoint, each
+  # entry is a separate field.
   models: dict[str, TrainState] = dataclasses.field(metadata={"inline": True})
   companions: dict[str, Any] = dataclasses.field(metadata={"inline": True})
   # States of logits processors by name, from the last batch; None without any.
   processor_states: Any = dataclasses.field(
     metadata={"path": "temperature_state"}  # Its name in formats 4 and 5.
   )
-  waiting: Responses | None  # Ended; not yet seen by the critic.
+  waiting: Responses | None  # Ended; the critic is not yet trained on them.
   # Constants, which the checkpoints of steps leave out. Parameters that are not
-  # trained, by member; one without an entry shares those of the policy.
+  # trained, by member; a member without an entry shares the policy's.
   base: dict[str, Any] = dataclasses.field(metadata={"constant": True})
   # Trained parameters of a KL's reference policy; None without a KL.
   reference: Any = dataclasses.field(metadata={"constant": True})
@@ -44,12 +44,12 @@ class LearnerState:
 
   @property
   def policy(self) -> TrainState:
-    """The model that writes responses."""
+    """The model that generates responses."""
     return self.models["policy"]
 
   @property
   def critic(self) -> TrainState | None:
-    """The model that judges states; None without one."""
+    """The value model; None without one."""
     return self.models.get("critic")
 
   def params(self, member: str) -> Params:
@@ -77,14 +77,14 @@ class LearnerSettings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchArrays(Mapping):
-  """Arrays [B, ...] by name, whose rows are split over the devices of a mesh.
+  """Arrays [B, ...] by name, with rows sharded over the devices of a mesh.
 
-  An array comes to the hosts when it is read, in all processes at once: whole
-  by its name, or some rows of all arrays by `take`.
+  Arrays are copied to the hosts when they are read, in all processes at once:
+  indexing by name reads a whole array, `take` reads some rows of all arrays.
 
   Attributes:
     parts: parts of the batch, each with its arrays, of which some may be on
-      the host, and its number of rows; devices have padding after these.
+      the host, and its number of rows; device arrays are padded after these.
     mesh: the mesh.
   """
 
@@ -92,7 +92,7 @@ class BatchArrays(Mapping):
   mesh: jax.sharding.Mesh
 
   def __getitem__(self, name: str) -> np.ndarray:
-    # A device array would keep what it has been read as.
+    # Reading a device array caches its host copy in it, so a copy is read.
     own = lambda x: x if isinstance(x, np.ndarray) else jnp.copy(x)
     found = [processes.to_host(own(x[name]))[:rows] for x, rows in self.parts]
     return found[0] if len(found) == 1 else np.concatenate(found)
@@ -104,16 +104,16 @@ class BatchArrays(Mapping):
     return len(self.parts[0][0])
 
   def __contains__(self, name: object) -> bool:
-    return name in self.parts[0][0]  # A mapping would read the array.
+    return name in self.parts[0][0]  # Mapping's default would read the array.
 
   def take(self, rows: np.ndarray) -> Experience:
-    """Begins to read rows of all arrays; there must be one part.
+    """Starts reading rows of all arrays; there must be one part.
 
     Returns:
-      Arrays [n, ...] for `processes.to_host`, with further rows after these.
+      Arrays [n + padding, ...] for `processes.to_host`.
     """
     ((arrays, _),) = self.parts
-    # Mini-batches differ by a row at most, which must not compile again.
+    # Mini-batches differ by at most one row, which must not recompile.
     rows = np.resize(rows, 1 << (len(rows) - 1).bit_length())
     on_host = {k: x for k, x in arrays.items() if isinstance(x, np.ndarray)}
     there = {k: x for k, x in arrays.items() if k not in on_host}
@@ -133,7 +133,7 @@ def _take_on(mesh: jax.sharding.Mesh) -> Callable[..., Experience]:
   def take(x, rows):
     if x.dtype != jnp.float32:
       return x[rows]
-    # Devices may add zeros for rows of others, which loses the sign of -0.
+    # Gathering over devices may add zeros, which loses the sign of -0.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jax.lax.bitcast_convert_type(bits[rows], jnp.float32)
 
@@ -148,7 +148,7 @@ class TrainingBatch:
   """Scored responses: a batch, or a part of one that arrives in parts."""
 
   rollout: Rollout
-  scores: dict[str, Any]  # By name: arrays [B, ...].
+  scores: dict[str, Any]  # Arrays [B, ...] by name.
   experience: BatchArrays
   mini_batches: dict[str, list[MiniBatch]]  # By member, for the first epoch.
   step: int  # Step of the run, for the learning rate.

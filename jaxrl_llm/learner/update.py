@@ -1,8 +1,8 @@
 """The jitted updates: gradients over micro-batches, then one optimizer step.
 
-Losses arrive as per-token arrays and leave as `sum(weights * loss)`, with
-weights computed once over the whole mini-batch. So micro-batches and devices
-only ever add, and the split into them does not change the result.
+Per-token losses are reduced to `sum(weights * loss)`, with weights computed
+once over the whole mini-batch. Micro-batches and devices only add their sums,
+so how the mini-batch is split does not change the result.
 """
 
 import functools
@@ -30,22 +30,24 @@ Metrics = dict[str, jax.Array]
 class Objective(NamedTuple):
   """The loss of an update."""
 
-  name: str  # Metrics are NAME/...
-  # (params, micro-batch, *arguments) -> (loss, what is logged: sums, sums over
-  #  tokens whose mean is meant, and maxima).
+  name: str  # Prefix of metrics, NAME/...
+  # (params, micro-batch, *arguments) -> (loss, metrics: sums, sums over tokens
+  #  that are logged as means, and maxima).
   loss: Callable[..., tuple[jax.Array, tuple[Metrics, Metrics, Metrics]]]
 
 
 def policy_objective(
   fns: ModelFns, policy_loss: Part, auxiliary: Mapping[str, Auxiliary]
 ) -> Objective:
-  """Σ w · L_policy + Σ of the auxiliary losses; its setting is a temperature.
+  """Makes the objective Σ w · L_policy + Σ auxiliary losses of a policy.
+
+  Its loss takes the sampling temperature as an argument.
 
   Args:
-    fns: the policy.
+    fns: functions of the policy.
     policy_loss: as in `Algorithm`; its weights are the input `weights`.
-    auxiliary: likewise; the weights of NAME are the input `NAME_weights`, and
-      it is logged as `policy/NAME_loss`.
+    auxiliary: as in `Algorithm`; the weights of loss NAME are the input
+      `NAME_weights`, and it is logged as `policy/NAME_loss`.
   """
 
   def loss(params, micro, temperature):
@@ -81,7 +83,7 @@ def policy_objective(
 
 
 def _add_of_model(logs, name: str, of_model: Metrics, inputs, mask):
-  """The sum of a model's own losses; they and its metrics are logged."""
+  """Returns the sum of a model's own losses; logs them and its metrics."""
   sums, means = logs
   total = 0
   for key, x in of_model.items():
@@ -95,7 +97,7 @@ def _add_of_model(logs, name: str, of_model: Metrics, inputs, mask):
 
 
 def value_objective(fns: ValueFns, value_loss: Part) -> Objective:
-  """Σ w · L_value of a critic; value_loss as in `Algorithm`."""
+  """Makes the objective Σ w · L_value of a critic; see `Algorithm`."""
 
   def loss(params, micro):
     packed, inputs = micro["packed"], micro["inputs"]
@@ -114,12 +116,12 @@ def value_objective(fns: ValueFns, value_loss: Part) -> Objective:
 class Update(NamedTuple):
   """Jitted update of a model, in one program or in parts.
 
-  `whole` and `apply` donate their state, and `add` its sums.
+  `whole` and `apply` donate the state, and `add` donates the sums.
   """
 
   # (state, PackedBatch, *arguments, base={}) -> (state, metrics).
   whole: Callable[..., tuple[TrainState, Metrics]]
-  # (trained, PackedBatch, *arguments, base={}) -> sums over nothing.
+  # (trained, PackedBatch, *arguments, base={}) -> zero sums.
   begin: Callable[..., Any]
   # (sums, trained, PackedBatch, *arguments, base={}) -> sums.
   add: Callable[..., Any]
@@ -127,11 +129,11 @@ class Update(NamedTuple):
   apply: Callable[..., tuple[TrainState, Metrics]]
 
   def __call__(self, state, batch: PackedBatch, *arguments, base=_NO_BASE):
-    """Updates a state on a complete batch; `base` has frozen parameters."""
+    """Updates a state on a complete batch; `base` has the frozen parameters."""
     return self.whole(state, batch, *arguments, base=base)
 
   def accumulate(self, sums, trained, batch, *arguments, base=_NO_BASE):
-    """Adds a part with weights of size 1 to `sums`; None starts new ones."""
+    """Adds a part, weighted with size 1, to `sums`; None starts from zeros."""
     if sums is None:
       sums = self.begin(trained, batch, *arguments, base=base)
     return self.add(sums, trained, batch, *arguments, base=base)
@@ -186,9 +188,9 @@ def make_update(
 
 
 def _gradient_of(objective: Objective):
-  """(trained, micro-batch, base, *settings) -> gradient and log.
+  """Returns (trained, micro-batch, base, *settings) -> gradients and metrics.
 
-  It is traced once for its shapes and for the loop over micro-batches.
+  The function is traced once, for its shapes and the loop over micro-batches.
   """
 
   @functools.partial(jax.jit, inline=True)
@@ -200,14 +202,15 @@ def _gradient_of(objective: Objective):
 
 
 def _noise(norm, tokens, squares, micro_batches) -> Metrics:
-  """The variance of a gradient and the square of its mean, both estimated.
+  """Estimates the variance of a gradient and the square of its mean.
 
-  M micro-batches of t_i > 0 of T tokens have gradients g_i, which sum to g:
+  M micro-batches with t_i > 0 of T tokens have gradients g_i, which sum to g:
 
     noise = (T Σ |g_i|² / t_i - |g|²) / (M - 1),   signal = |g|² - noise
 
-  Their ratio, times the size of the mini-batch, is the gradient noise scale: at
-  1, the mini-batch has the critical size. With one micro-batch both are 0.
+  noise / signal, times the mini-batch size, is the gradient noise scale; at a
+  ratio of 1, the mini-batch has the critical size. With one micro-batch both
+  are 0.
 
   Reference: McCandlish et al. 2018, arXiv:1812.06162, appendix A.
   """
@@ -220,7 +223,7 @@ def _noise(norm, tokens, squares, micro_batches) -> Metrics:
 
 
 def _apply(name, optimizer, schedule, state, sums, step, *, scale=None):
-  """One optimizer step by what was summed up over a batch."""
+  """Applies one optimizer step with the sums over a batch; returns metrics."""
   gradients, (totals, means, maxima) = sums
   norm = optax.global_norm(gradients)
   finite = jnp.isfinite(norm) & jnp.isfinite(totals[f"{name}/loss"])
@@ -250,7 +253,7 @@ def _apply(name, optimizer, schedule, state, sums, step, *, scale=None):
 
 
 def _zeros(gradient, params, batch: PackedBatch, *settings):
-  """The sums over no micro-batch."""
+  """Returns zero sums of gradients and metrics."""
   shapes = jax.eval_shape(gradient, params, batch.micro_batch(0), *settings)
   zeros = lambda x: jnp.zeros(x.shape, x.dtype)
   gradients, (totals, *rest) = jax.tree.map(zeros, shapes)
@@ -259,7 +262,7 @@ def _zeros(gradient, params, batch: PackedBatch, *settings):
 
 
 def _accumulate(gradient, params, sums, batch: PackedBatch, *settings):
-  """Adds gradients and metrics of the micro-batches that hold anything."""
+  """Adds gradients and metrics of the nonempty micro-batches to `sums`."""
 
   def body(i, carry):
     before, (*sums_before, maxima_before) = carry
@@ -268,8 +271,8 @@ def _accumulate(gradient, params, sums, batch: PackedBatch, *settings):
     )
     add = functools.partial(jax.tree.map, jnp.add)
     after = add(before, gradients)
-    # A norm of the gradients themselves would change how they are computed, and
-    # with it their last bits.
+    # Taking the norm of `gradients` directly would change how XLA computes them
+    # and thus their last bits.
     apart = jax.lax.optimization_barrier((after, before))
     norm = optax.global_norm(jax.tree.map(jnp.subtract, *apart))
     totals |= {

@@ -1,8 +1,9 @@
 """Corrections for off-policy tokens.
 
-Three policies: π is trained, π_prox is the centre of its trust region (the
-weights before the update), π_behav sampled the tokens. The clipped surrogate
-limits π / π_prox; the weights of this file correct π_prox / π_behav.
+There are three policies: π is trained, π_prox is the centre of its trust region
+(the weights before the update), and π_behav sampled the tokens. The clipped
+surrogate limits π / π_prox; the weights in this file correct for
+π_prox / π_behav.
 """
 
 import functools
@@ -20,7 +21,7 @@ from jaxrl_llm.losses.policy import ClippedPolicyLoss, clipped_policy_loss
 
 
 class Correction(NamedTuple):
-  """Importance weights of tokens, to be multiplied into a loss. All data."""
+  """Importance weights of tokens, as constant factors of a per-token loss."""
 
   weights: jax.Array  # float32 [..., T], 0 where keep is False.
   keep: jax.Array  # bool [..., T], unmasked tokens that were not rejected.
@@ -38,22 +39,23 @@ def truncated_importance(
   """Truncated importance sampling (TIS), w = clip(π_prox / π_behav, low, high).
 
   Truncation bounds the variance at the price of a bias towards π_behav. Do not
-  use it together with π_behav as the old policy of the surrogate, whose ratio
-  then corrects already.
+  combine it with π_behav as the old policy of the surrogate, whose ratio is
+  then an off-policy correction already.
 
   Args:
-    proximal_logprobs: [..., T], of the trainer at the start of the update.
-    behavior_logprobs: [..., T], of the distribution sampled from.
+    proximal_logprobs: [..., T], under the trainer's policy at the start of the
+      update.
+    behavior_logprobs: [..., T], under the distribution sampled from.
     mask: [..., T], True at response tokens. A row is one response.
     level: 'token', the ratio of each token; 'sequence', the product over the
       response; 'geometric', its geometric mean.
-    high: largest weight, at least 1; 2 is usual for tokens, up to 10 for
+    high: largest weight, at least 1; usually 2 for tokens, up to 10 for
       sequences.
-    low: least weight, in [0, 1].
+    low: smallest weight, in [0, 1].
 
   Returns:
-    A `Correction` that keeps every unmasked token. Log-ratios are held in
-    [-20, 20] first.
+    A `Correction` that keeps every unmasked token. Log-ratios are first clamped
+    to [-20, 20].
 
   Raises:
     ValueError: for an unknown level or bounds outside their range.
@@ -89,9 +91,9 @@ def masked_importance(
 ) -> Correction:
   """Masked importance sampling: π_prox / π_behav within [low, high], else 0.
 
-  At token level this is IcePop, at sequence level MIS. Tokens outside are
-  rejected, not truncated. Weights of the reduction stay those of all tokens,
-  so that a rejected token still counts in the denominator.
+  At token level this is IcePop, at sequence level MIS. Tokens outside the
+  interval are rejected, not truncated. The reduction weights are those of all
+  tokens, so a rejected token still counts in the denominator.
 
   Args:
     proximal_logprobs: [..., T], as in `truncated_importance`.
@@ -99,7 +101,7 @@ def masked_importance(
     mask: [..., T], as in `truncated_importance`.
     level: as in `truncated_importance`.
     high: largest ratio that is kept, at least 1.
-    low: least ratio that is kept, in [0, 1].
+    low: smallest ratio that is kept, in [0, 1].
 
   Returns:
     A `Correction`; keep is False where a token or its response was rejected.
@@ -137,26 +139,26 @@ def decoupled_policy_loss(
   cap: chex.Numeric | None = None,
   floor: chex.Numeric = 0.0,
 ) -> ClippedPolicyLoss:
-  """The decoupled PPO objective: clip about π_prox, weigh against π_behav.
+  """Decoupled PPO objective: clips around π_prox, corrects for π_behav.
 
     L = -sg[w] min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
     w = clip(π_prox / π_behav, floor, cap),   r = π / π_prox
 
-  π_prox = π_behav gives PPO in every bit. Infinite bounds give the plain
-  importance-weighted gradient, from which π_prox has cancelled.
+  π_prox = π_behav gives exactly PPO, bit for bit. Infinite bounds give the
+  plain importance-weighted gradient, in which π_prox cancels.
 
   Args:
-    logprobs: [...], of the current policy.
-    proximal_logprobs: [...], π_prox, constant through the update.
-    behavior_logprobs: [...], π_behav, recorded with each token, from whatever
-      version of the policy produced it.
+    logprobs: [...], under the current policy.
+    proximal_logprobs: [...], under π_prox, constant during the update.
+    behavior_logprobs: [...], under π_behav, recorded with each token by the
+      version of the policy that sampled it.
     advantages: [...], as in `clipped_policy_loss`.
-    clip_low: as in `clipped_policy_loss`, about π_prox.
-    clip_high: likewise.
-    dual_clip: likewise.
+    clip_low: as in `clipped_policy_loss`, relative to π_prox.
+    clip_high: as clip_low.
+    dual_clip: as clip_low.
     cap: largest weight, at least 1; a number or an array that broadcasts.
-      None sets none.
-    floor: least weight, in [0, 1]; likewise.
+      None sets no bound.
+    floor: smallest weight, in [0, 1]; a number or an array that broadcasts.
 
   Returns:
     A `ClippedPolicyLoss` with the ratio π / π_prox.
@@ -203,26 +205,27 @@ def interpolation_share(
   proximal_version: chex.Numeric,
   current_version: chex.Numeric,
 ) -> jax.Array:
-  """Share of the current policy in an interpolated proximal one (A-3PO).
+  """Weight a of the current policy in A-3PO's interpolated proximal policy.
 
     log π_prox ≈ (1 - a) log π_behav + a log π
     a = (v_prox - v_behav) / (v - v_behav)
 
-  Proximal log-probabilities without a forward pass; `mixed_logprobs` is the
-  first line.
+  This gives proximal log-probabilities without a forward pass; `mixed_logprobs`
+  computes the first line.
 
   Args:
     behavior_version: int [...], the policy version that sampled each token.
     proximal_version: version at the start of the update.
-    current_version: version of the policy in the making.
+    current_version: version of the policy being trained.
 
   Returns:
-    float32 [...], held in [0, 1]; 0 where the current version sampled.
+    float32 [...], clamped to [0, 1]; 0 at tokens that the current version
+    sampled.
 
   Reference: A-3PO 2025, arXiv:2512.06547.
 
   Example:
-    >>> wrote = jnp.array([3, 5])  # Versions of the policies that did.
+    >>> wrote = jnp.array([3, 5])  # Policy version that sampled each token.
     >>> print(interpolation_share(wrote, proximal_version=5, current_version=7))
     [0.5 0. ]
   """
@@ -239,7 +242,7 @@ def mixed_logprobs(
   """Interpolated log-probabilities, (1 - a) log π_behav + a log π.
 
   Args:
-    logprobs: [..., T], of the current policy.
+    logprobs: [..., T], under the current policy.
     behavior_logprobs: [..., T], recorded with each token.
     share: [..., T], a in [0, 1].
 
@@ -260,9 +263,9 @@ def mixed_logprobs(
 def effective_sample_ratio(weights: chex.Array, mask: chex.Array) -> jax.Array:
   """Effective sample ratio of importance weights, ρ = (Σ w)² / (n Σ w²).
 
-  1 for equal weights, 1/n if one weighs all. VCPO scales the step by √ρ with
-  an adaptive optimizer. On several devices, form it from global sums: a mean
-  of ratios is wrong.
+  1 for equal weights, 1/n if a single weight is nonzero. VCPO scales the step
+  of an adaptive optimizer by √ρ. On several devices, compute it from global
+  sums: a mean of per-device ratios is wrong.
 
   Args:
     weights: any shape, at least 0, not truncated; one per response for VCPO.
@@ -282,7 +285,7 @@ def effective_sample_ratio(weights: chex.Array, mask: chex.Array) -> jax.Array:
     0.25
   """
   weights = masked.masked_fill(weights, mask)
-  # Only proportions matter; squares of the weights themselves may overflow.
+  # Only proportions matter; squares of unscaled weights may overflow.
   largest = masked.masked_max(weights, mask)
   weights = weights / jnp.where(largest > 0.0, largest, 1.0)
   count = masked.masked_count(mask)
@@ -298,12 +301,12 @@ def ewma_update(
   *,
   decay: chex.Numeric,
 ) -> tuple[chex.ArrayTree, jax.Array]:
-  """One step of PPO-EWMA's proximal weights, a bias-corrected average.
+  """Updates PPO-EWMA's proximal weights, a bias-corrected moving average.
 
     W' = β W + 1,   θ_prox' = (β W θ_prox + θ) / W'
 
-  Called after every policy update, from θ_prox = θ and W = 1. Its centre of
-  mass is 1/(1 - β) - 1 steps back; β = 0 gives θ itself.
+  Call it after every policy update, starting from θ_prox = θ and W = 1. The
+  average's centre of mass is 1/(1 - β) - 1 steps back; β = 0 gives θ itself.
 
   Args:
     average: tree of θ_prox.
@@ -356,7 +359,7 @@ def _importance(
   high: chex.Numeric,
   low: chex.Numeric,
 ) -> tuple[jax.Array, jax.Array]:
-  """π_prox / π_behav of each token's unit, [..., T], and the mask as bool."""
+  """Returns π_prox / π_behav at the given level, [..., T], and a bool mask."""
   check_choice("level", level, LEVELS)
   check_number("low", low, "[0, 1]")
   check_number("high", high, "[1, inf]")

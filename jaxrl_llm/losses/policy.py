@@ -1,4 +1,4 @@
-"""Policy-gradient losses per token: PPO's clipped surrogate and its kin."""
+"""Per-token policy-gradient losses: PPO's clipped surrogate and variants."""
 
 from typing import NamedTuple
 
@@ -11,13 +11,13 @@ from jaxrl_llm.arrays import of_equal_shape
 from jaxrl_llm.errors import check_number
 from jaxrl_llm.losses.regularizers import with_gradient_of
 
-# Bound of a response's mean log-ratio: exp(10) = 22026. A healthy run stays far
-# below it.
+# Upper bound of a response's mean log-ratio: exp(10) = 22026, far above any
+# ratio in a healthy run.
 _LARGEST_MEAN = 10.0
 
 
 class ClippedPolicyLoss(NamedTuple):
-  """Per-token loss with its ratio and clip flags, all of one shape.
+  """Per-token loss with its ratio and clip flags, all of the same shape.
 
   Flags are defined as in `clipped_policy_loss` unless a loss states otherwise.
   """
@@ -45,19 +45,19 @@ def clipped_policy_loss(
     L = -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A),  ρ = π / π_old
     L = min(L, -dual_clip · A)  where A < 0
 
-  In words: the loss is -A times the ratio, and the ratio stops counting once
-  it has moved far enough in the direction that A asks for. Dual clipping also
-  stops it when a token with A < 0 has become far *more* likely.
+  In words: the loss is -A times the ratio, without a gradient once the ratio
+  has moved far enough in the direction that A favors. Dual clipping also
+  removes the gradient when a token with A < 0 has become far *more* likely.
 
   Args:
     logprobs: [...], log-probabilities under the current policy.
     old_logprobs: [...], log-probabilities at the start of the update.
     advantages: [...]. No gradient is stopped here; the caller decides.
-    clip_low: clip range below a ratio of 1, at least 0; infinite is off. A
-      number or an array that broadcasts to the shape of logprobs.
-    clip_high: clip range above a ratio of 1, likewise.
-    dual_clip: largest ratio that counts where A < 0, above 1; likewise. None
-      turns it off, as in the papers of DAPO and VAPO.
+    clip_low: clip range below a ratio of 1, at least 0; infinity disables the
+      bound. A number or an array that broadcasts to the shape of logprobs.
+    clip_high: clip range above a ratio of 1, as clip_low.
+    dual_clip: bound of the ratio where A < 0, above 1; a number or an array as
+      clip_low. None disables it, as in the papers of DAPO and VAPO.
 
   Returns:
     A `ClippedPolicyLoss`. Nothing is reduced; the caller must mask
@@ -117,17 +117,17 @@ def cispo_loss(
 
     L = -sg[clip(ρ, 1 - clip_low, 1 + clip_high)] A log π,  ρ = π / π_old
 
-  A token that has moved far counts with a bounded weight, for both signs of
-  A, where PPO's surrogate would drop it.
+  A token whose ratio has moved far keeps a bounded weight, for both signs of
+  A, where PPO's surrogate would drop its gradient.
 
   Args:
     logprobs: [...], log-probabilities under the current policy.
     old_logprobs: [...], log-probabilities at the start of the update.
     advantages: [...], as in `clipped_policy_loss`.
     clip_high: the largest weight is 1 + clip_high; at least 0, a number or an
-      array that broadcasts. The paper tunes and does not disclose it.
-    clip_low: the least weight is 1 - clip_low, likewise. None, as in the
-      paper's experiments, sets no floor.
+      array that broadcasts. The paper tunes it but does not disclose the value.
+    clip_low: the smallest weight is 1 - clip_low; as clip_high. None, as in the
+      paper's experiments, sets no lower bound.
 
   Returns:
     A `ClippedPolicyLoss`. Only its gradient is meaningful, not its value.
@@ -166,7 +166,7 @@ def policy_gradient_loss(
 ) -> ClippedPolicyLoss:
   """The plain policy gradient of REINFORCE and RLOO, L = -A log π.
 
-  With 'seq-mean-token-sum' weights a whole response is one action.
+  With 'seq-mean-token-sum' weights, a complete response is one action.
 
   Args:
     logprobs: [...], log-probabilities under the current policy.
@@ -175,8 +175,8 @@ def policy_gradient_loss(
     advantages: [...], as in `clipped_policy_loss`.
 
   Returns:
-    A `ClippedPolicyLoss` without a clip. Only its gradient is
-    meaningful, not its value.
+    An unclipped `ClippedPolicyLoss`. Only its gradient is meaningful, not its
+    value.
 
   Reference: Williams 1992; Ahmadian et al. 2024 (RLOO), arXiv:2402.14740.
 
@@ -207,8 +207,8 @@ def rejection_policy_loss(
     L = -sg[min(ρ, cap)] A log π, and 0 where rejected;  ρ = π / π_old
 
   The common form of DIS, IcePop, DPPO and KPop, which differ in `rejected`.
-  The weights of the reduction stay those of all tokens, so that a rejected
-  token counts in the denominator.
+  The reduction weights are those of all tokens, so a rejected token still
+  counts in the denominator.
 
   Args:
     logprobs: [...], log-probabilities under the current policy.
@@ -219,8 +219,8 @@ def rejection_policy_loss(
 
   Returns:
     A `ClippedPolicyLoss`. Only its gradient is meaningful, not its value.
-    clipped_high and clipped_low mark the rejected tokens that are more and
-    less likely than under the old policy.
+    clipped_high and clipped_low mark rejected tokens that are more and less
+    likely, respectively, than under the old policy.
 
   Raises:
     ValueError: if the cap is not positive.
@@ -244,7 +244,7 @@ def rejection_policy_loss(
 
 @of_equal_shape("logprobs", "other_logprobs")
 def binary_kl(logprobs: chex.Array, other_logprobs: chex.Array) -> jax.Array:
-  """KL(p ‖ q) of "this token or another one", from the token's log-probs.
+  """Binary KL(p ‖ q) of "this token or any other", from its log-probs.
 
     KL = p log(p / q) + (1 - p) log((1 - p) / (1 - q))
 
@@ -255,8 +255,8 @@ def binary_kl(logprobs: chex.Array, other_logprobs: chex.Array) -> jax.Array:
     other_logprobs: [...], log q.
 
   Returns:
-    float32 [...], at least 0 up to rounding. Probabilities are held below
-    1 - 1e-7.
+    float32 [...], at least 0 up to rounding. Probabilities are clamped to at
+    most 1 - 1e-7.
 
   Example:
     >>> p, q = jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.5, 0.9]))
@@ -282,29 +282,29 @@ def gspo_loss(
   clip_low: chex.Numeric,
   clip_high: chex.Numeric,
 ) -> ClippedPolicyLoss:
-  """GSPO in its token form: one ratio per response, a gradient per token.
+  """GSPO in its token form: one ratio per response, one gradient per token.
 
     s_i = exp(1/|o_i| Σ_t log(π / π_old)),   s_{i,t} = sg[s_i] π / sg[π]
     L = -min(s_{i,t} A, clip(s_{i,t}, 1 - clip_low, 1 + clip_high) A)
 
-  All tokens of a response are clipped together; 15 % clipped is common, as the
-  bounds are narrow (3e-4 and 4e-4 in the paper). With the weights of
-  'seq-mean-token-mean' and one advantage per response, value and gradient are
-  those of GSPO; advantages per token are allowed.
+  All tokens of a response are clipped together; a clip fraction of 15 % is
+  common, as the bounds are narrow (3e-4 and 4e-4 in the paper). With the
+  weights of 'seq-mean-token-mean' and one advantage per response, value and
+  gradient equal those of GSPO; per-token advantages are allowed.
 
   Args:
     logprobs: [..., T], log-probabilities under the current policy.
     old_logprobs: [..., T], log-probabilities at the start of the update.
     advantages: [..., T].
     mask: [..., T], True at response tokens; the mean runs over these.
-    segments: int [..., T] in [0, T]: tokens of a row with the same number are
-      one response, which is how packed rows hold several. None means that
-      every row is one response.
+    segments: int [..., T] in [0, T]: tokens of a row with the same number form
+      one response, as in packed rows. None means that every row is one
+      response.
     clip_low: as in `clipped_policy_loss`.
     clip_high: as in `clipped_policy_loss`.
 
   Returns:
-    A `ClippedPolicyLoss`; ratio and log_ratio, at most 10, are those of the
+    A `ClippedPolicyLoss`; ratio and log_ratio (at most 10) are those of the
     response. In masked slots the loss is 0.
 
   Raises:
@@ -325,7 +325,7 @@ def gspo_loss(
   mean = mean_over_sequence(
     logprobs - masked.masked_fill(old_logprobs, mask), mask, segments
   )
-  # The gradient is that of the token, and 0 beyond the limit.
+  # The gradient is that of the token's own log-prob, and 0 beyond the limit.
   log_ratio = jnp.minimum(with_gradient_of(mean, logprobs), _LARGEST_MEAN)
   return clipped_policy_loss(
     log_ratio,
@@ -340,7 +340,7 @@ def gspo_loss(
 def mean_over_sequence(
   x: chex.Array, mask: chex.Array, segments: chex.Array | None = None
 ) -> jax.Array:
-  """Returns the mean over the response of every token, [..., T].
+  """Returns, for every token, the mean over its response, [..., T].
 
   Args:
     x: [..., T].

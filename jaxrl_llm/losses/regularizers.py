@@ -12,7 +12,7 @@ def nll(logprobs: chex.Array) -> jax.Array:
   """Negative log-likelihood of the sampled tokens, L = -log π(a).
 
   Summed with 'token-mean' weights over the tokens of the *correct* responses
-  of a mini-batch it is VAPO's positive-example language-model loss.
+  of a mini-batch, it is VAPO's positive-example language-model loss.
 
   Args:
     logprobs: [...], log-probabilities under the current policy.
@@ -33,8 +33,8 @@ def nll(logprobs: chex.Array) -> jax.Array:
 def kl_k1(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
   """Schulman's k1 estimate of KL(π ‖ π_ref): d = log π - log π_ref.
 
-  Unbiased as a value. As a loss it is useless, E[∇k1] = 0; subtracted from
-  the reward it gives the gradient of KL(π ‖ π_ref).
+  Unbiased as a value, but useless as a loss, E[∇k1] = 0; subtracted from the
+  reward, it gives the gradient of KL(π ‖ π_ref).
 
   Args:
     logprobs: [...], of tokens sampled from π.
@@ -57,7 +57,7 @@ def kl_k1(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
 def kl_k2(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
   """Schulman's k2 estimate of KL(π ‖ π_ref): d²/2.
 
-  Biased as a value, but the right one as a loss: E[∇k2] = ∇KL(π ‖ π_ref).
+  Biased as a value, but correct as a loss: E[∇k2] = ∇KL(π ‖ π_ref).
 
   Args:
     logprobs: [...], of tokens sampled from π.
@@ -79,7 +79,7 @@ def kl_k3(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
   """Schulman's k3 estimate of KL(π ‖ π_ref): exp(-d) - 1 + d.
 
   Unbiased and never negative as a value. As a loss, which is how GRPO uses
-  it, its gradient is that of the *other* direction: E[∇k3] = ∇KL(π_ref ‖ π).
+  it, it has the gradient of the *other* direction: E[∇k3] = ∇KL(π_ref ‖ π).
 
   Args:
     logprobs: [...], of tokens sampled from π.
@@ -97,14 +97,14 @@ def kl_k3(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
     [0.10653067 0.14872128]
   """
   log_ratio = distributions.clamped_log_ratio(logprobs, ref_logprobs)
-  # expm1 keeps the digits that exp(-d) - 1 loses where the policies are close.
+  # exp(-d) - 1 loses precision where the policies are close; expm1 does not.
   return jnp.expm1(-log_ratio) + log_ratio
 
 
 def kl_k1_plus(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
   """KL(π ‖ π_ref) as a loss: the value of k1, the gradient of k2.
 
-  Unbiased both ways: E[value] = KL(π ‖ π_ref) and E[∇] = ∇KL(π ‖ π_ref).
+  Both are unbiased: E[value] = KL(π ‖ π_ref) and E[∇] = ∇KL(π ‖ π_ref).
 
   Args:
     logprobs: [...], of tokens sampled from π.
@@ -119,7 +119,7 @@ def kl_k1_plus(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
     >>> value, slope = jax.value_and_grad(kl_k1_plus)(
     ...   jnp.float32(-1.0), jnp.float32(-1.5)
     ... )
-    >>> print(value, slope)  # Of k1; of k2.
+    >>> print(value, slope)  # k1's value, k2's gradient.
     0.5 0.5
   """
   return with_gradient_of(
@@ -145,7 +145,7 @@ def kl_k3_plus(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
     >>> value, slope = jax.value_and_grad(kl_k3_plus)(
     ...   jnp.float32(-1.0), jnp.float32(-1.5)
     ... )
-    >>> print(f"{value:.3f} {slope}")  # Of k3; of k2.
+    >>> print(f"{value:.3f} {slope}")  # k3's value, k2's gradient.
     0.107 0.5
   """
   return with_gradient_of(
@@ -173,5 +173,5 @@ def entropy_bonus(entropy: chex.Array) -> jax.Array:
 
 def with_gradient_of(value: jax.Array, slope: jax.Array) -> jax.Array:
   """Returns `value` with the gradient of `slope` (straight-through)."""
-  # In this order the difference is exactly 0, and no bit of the value changes.
+  # In this order the difference is exactly 0, so the value is bitwise the same.
   return jax.lax.stop_gradient(value) + (slope - jax.lax.stop_gradient(slope))

@@ -11,10 +11,10 @@ from jaxrl_llm.errors import check_number
 
 
 class ClippedValueLoss(NamedTuple):
-  """Per-token loss and where its clip is active, of one shape."""
+  """Per-token loss and its clip flags, of the same shape."""
 
   loss: jax.Array  # float32, to be minimised.
-  clipped: jax.Array  # bool, the clipped error was the larger one.
+  clipped: jax.Array  # bool, True where the clipped error is larger.
 
 
 @of_equal_shape("values", "returns", "old_values")
@@ -25,10 +25,10 @@ def clipped_value_loss(
   old_values: chex.Array | None = None,
   clip_value: chex.Numeric | None = None,
 ) -> ClippedValueLoss:
-  """Squared error of a critic, pessimistic about large moves if clipped.
+  """Squared error of a critic, with an optional pessimistic clip.
 
     L = ½ (V - G)²                                          without a clip
-    L = ½ max((V - G)², (clip(V, V_old ± clip_value) - G)²)     with one
+    L = ½ max((V - G)², (clip(V, V_old ± clip_value) - G)²)    with a clip
 
   Args:
     values: [...], V, current predictions.
@@ -45,7 +45,7 @@ def clipped_value_loss(
       is negative.
 
   Reference: Schulman et al. 2017 (PPO), arXiv:1707.06347; the clip comes from
-    that paper's public implementation, not from its text.
+    the paper's public implementation, not from its text.
 
   Example:
     >>> values, returns = jnp.array([0.5, 0.5]), jnp.array([1.0, 0.0])
@@ -58,7 +58,7 @@ def clipped_value_loss(
   """
   if (old_values is None) != (clip_value is None):
     raise ValueError(
-      "old_values and clip_value belong together; only"
+      "old_values and clip_value must be given together; only"
       f" {'clip_value' if old_values is None else 'old_values'} was given"
     )
   values = jnp.asarray(values, jnp.float32)

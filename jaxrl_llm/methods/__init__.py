@@ -1,17 +1,16 @@
 """Methods beyond PPO, GRPO, DAPO, VC-PPO, VAPO and T-PPO, one file each.
 
-A file registers the parts of its method, as a file of `--plugin` does. It is
-imported when a config first chooses one of them and never by the package
+A file registers the parts of its method, as a `--plugin` file does. It is
+imported when a config first selects one of them and never by the package
 itself, so that an unused method costs nothing. This table is the only list of
-what the files register.
+the parts that the files register.
 """
 
-# File -> kind of a part -> its name, or several with spaces between: a value of
+# File -> kind of part -> its name, or several separated by spaces: a value of
 # `estimator.name`, `estimator.lambda_schedule`, `loss.name`, `loss.kl`,
 # `value.head`, `data.order`, `reward.group`, `off_policy.proximal` or
-# `schedule.replay_for`, the setting that switches it on, or the name of an
-# input, of a companion, of frozen models that other parts read or of a critic
-# of several models.
+# `schedule.replay_for`, the setting that enables it, or the name of an input, a
+# companion, frozen models that other parts read, or an ensemble of critics.
 FILES: dict[str, dict[str, str]] = {
   "a_3po": {"proximal": "interpolate"},
   "adhint": {"prompt_source": "hints", "estimator": "hinted"},

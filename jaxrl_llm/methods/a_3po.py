@@ -1,11 +1,12 @@
 """A-3PO: a proximal policy that costs no forward pass.
 
     log π_prox ≈ (1 - a) log π_behav + a log π
-    a = (v_prox - v_behav) / (v - v_behav)      of their versions
+    a = (v_prox - v_behav) / (v - v_behav)      for versions v
 
 Differs from decoupled PPO (AReaL), which scores every batch with the policy at
-the start of the update: here its log-probs are interpolated between the policy
-that wrote a token and the current one, by the versions of the three.
+the start of the update: here the log-probs of that policy are interpolated
+between the policy that sampled a token and the current one, according to the
+three versions.
 
 Reference: A-3PO 2025, arXiv:2512.06547.
 """
@@ -18,10 +19,11 @@ from jaxrl_llm.learner import choices, parts
 
 
 def interpolation_share(version, policy_mask, update_version) -> jax.Array:
-  """Share of the current policy in each token's proximal policy, [B, T].
+  """Weight of the current policy in each token's proximal policy, [B, T].
 
-  The proximal policy is the one that the update starts from, even if it wrote
-  none of the tokens; the policy in the making counts as the version after it.
+  The proximal policy is the policy at the start of the update, even if it
+  sampled none of the tokens; the policy being trained counts as the next
+  version.
   """
   share = losses.interpolation_share(
     version, proximal_version=update_version, current_version=update_version + 1

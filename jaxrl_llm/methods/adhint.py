@@ -1,17 +1,18 @@
-"""ADHint: hard prompts come again with the beginning of a solution.
+"""ADHint: hard prompts are repeated with the beginning of a solution.
 
-A prompt whose tries have the accuracy p < 3/4 gets a second group whose
+A prompt whose responses have accuracy p < 3/4 gets a second group whose
 responses begin with the first w L of the L tokens of its solution,
 
     w = (most - least) (1 - p) + least
 
-Correct responses without a hint, and wrong ones with it, have their advantages
-multiplied by 1 + max(0, p_hinted - p_plain). Differs from GRPO in that a prompt
-that is never solved still gives a gradient, on the tokens after the hint. The
-hint itself is not trained on: of the authors' loss on it nothing is built.
+Positive advantages of responses without a hint, and negative ones of responses
+with a hint, are multiplied by 1 + max(0, p_hinted - p_plain). Differs from GRPO
+in that a prompt that is never solved still has a gradient, on the tokens after
+the hint. The hint itself is not trained on: the authors' loss on it is not
+implemented.
 
 Reference: Zhang et al. 2025 (ADHint), arXiv:2512.13095. The bounds of w and the
-factor are this library's.
+factor are choices of this library.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from jaxrl_llm.types import Origin
 
 
 class Hints(PromptSource):
-  """Draws hard prompts again, with a part of their solutions."""
+  """Draws hard prompts again, with the beginning of their solutions."""
 
   def __init__(
     self,
@@ -45,7 +46,7 @@ class Hints(PromptSource):
     self._most, self._least, self._enough = most, least, enough
 
   def share(self, p: float) -> float:
-    """Returns the share of a solution that a prompt of accuracy p is given."""
+    """Returns the fraction of the solution given at an accuracy of p."""
     return (self._most - self._least) * (1 - p) + self._least
 
   def again(self, state, judged):
@@ -67,7 +68,7 @@ class Hints(PromptSource):
 
 
 def hinted(advantages, origin, correct, judged) -> jax.Array:
-  """Group advantages, scaled by how much hints helped, [B, T]."""
+  """Group advantages, scaled by the accuracy gain of hints, [B, T]."""
   given = origin[:, 0] == int(Origin.FOREIGN)
 
   def accuracy(rows):

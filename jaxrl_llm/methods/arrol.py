@@ -1,18 +1,18 @@
-"""ARRoL: responses that would teach little are given up while they are written.
+"""ARRoL: drops uninformative responses early, during generation.
 
-After the first tokens, a probe on the policy's hidden states values every
-unfinished response. Of n in a group, k = ⌈K n⌉ go on: the ⌈k / 2⌉ with the
-highest value and the ⌊k / 2⌋ with the lowest, so that groups stay mixed. The
-others have no verdict, and enter no loss and no baseline.
+After the first tokens, a probe on the policy's hidden states estimates the
+value of every unfinished response. Of the n in a group, k = ⌈K n⌉ continue: the
+⌈k / 2⌉ with the highest values and the ⌊k / 2⌋ with the lowest, so that groups
+stay mixed. The others get no verdict and enter no loss and no baseline.
 
-The probe is that of POISE: a linear function of the states of the middle layer,
-trained on the rewards of the responses that ended. Before its first update all
-values are equal, and the last responses of a group are given up. Which
-responses remain depends on their tokens, so that the gradient is biased towards
-those about which the probe is certain.
+The probe is POISE's: a linear function of the middle layer's hidden states,
+trained on the rewards of ended responses. Before its first update all values
+are equal, and the last responses of a group are dropped. Which responses remain
+depends on their tokens, so the gradient is biased towards responses about which
+the probe is certain.
 
 Reference: ARRoL 2026. Not implemented: its head on the last layer, and its
-weighted votes (`evaluate.py --critic` has those of a critic).
+weighted votes (`evaluate.py --critic` weights votes with a critic).
 """
 
 import functools
@@ -28,7 +28,7 @@ def balanced(values: np.ndarray, count: int) -> np.ndarray:
   """Returns the indices of the highest and the lowest values, int [count].
 
   Args:
-    values: float [n]; of equal ones the first count as lower.
+    values: float [n]; among equal values, earlier ones count as lower.
     count: at most n.
   """
   order = np.argsort(values, kind="stable")
@@ -37,12 +37,13 @@ def balanced(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def surplus(rollout: Rollout, values: np.ndarray, *, keep: float) -> np.ndarray:
-  """Returns the responses that are given up, bool [B].
+  """Returns which responses are dropped, bool [B].
 
   Args:
     rollout: B unfinished responses.
-    values: [B, T]; that at the last token counts.
-    keep: fraction of the responses of a group that go on, rounded up.
+    values: [B, T]; only the value at the last token is used.
+    keep: fraction of a group's responses that continue; the number is rounded
+      up.
   """
   last = values[np.arange(len(values)), rollout.lengths - 1]
   drop = np.ones(len(values), bool)
@@ -54,7 +55,7 @@ def surplus(rollout: Rollout, values: np.ndarray, *, keep: float) -> np.ndarray:
 
 
 def make_pruning(schedule) -> Pruning:
-  """Makes the pruning of a config group `schedule`."""
+  """Makes the pruning rule of a config group `schedule`."""
   drop = functools.partial(surplus, keep=schedule["prune_keep"])
   return Pruning(schedule["prune_at"], "poise_values", drop)
 

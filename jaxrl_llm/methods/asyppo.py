@@ -2,14 +2,14 @@
 
     V = (V_1 + V_2) / 2,  disagreement = |V_1 - V_2| / 2
 
-Differs from PPO in that a prompt trains one of the two critics, always the
-same, so that their disagreement is an estimate of the critic's error. Tokens
-where they agree most (`estimator.agree_share` of a batch) carry no policy loss:
-their advantages are small or certain, and teach little. The critics may be
-smaller than the policy (`value.init_from`).
+Differs from PPO in that each prompt always trains the same one of the two
+critics, so that their disagreement estimates the critic's error. Tokens where
+they agree most (the fraction `estimator.agree_share` of a batch) carry no
+policy loss: their advantages are small or certain, so they are uninformative.
+The critics may be smaller than the policy (`value.init_from`).
 
-Reference: AsyPPO 2025, arXiv:2510.01656. Not implemented: leaving tokens of
-high disagreement out of the entropy bonus. Both critics compute all rows.
+Reference: AsyPPO 2025, arXiv:2510.01656. Not implemented: excluding tokens of
+high disagreement from the entropy bonus. Both critics compute all rows.
 """
 
 import functools
@@ -28,7 +28,7 @@ NAMES = ("first", "second")
 
 
 def make(fns: ValueFns) -> ValueFns:
-  """Makes a critic of two; parameters are nested under their names."""
+  """Makes an ensemble of two critics; parameters are nested by `NAMES`."""
 
   def init(key):
     return dict(zip(NAMES, map(fns.init, jax.random.split(key))))
@@ -46,7 +46,9 @@ def make(fns: ValueFns) -> ValueFns:
     mean = functools.partial(jnp.mean, axis=0)
     return spread | {"of_critics": each}, jax.tree.map(mean, aux)
 
-  return fns._replace(init=init, from_policy=from_policy, outputs=outputs)
+  return fns._replace(
+    init=init, from_policy=from_policy, outputs=outputs, count=len(NAMES)
+  )
 
 
 def _one(params: Any, name: str) -> Any:
@@ -62,7 +64,7 @@ def second_half(example_id: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def on_own_half(loss: Part) -> Part:
-  """Makes the loss of two critics from that of one."""
+  """Makes the loss of two critics from the loss of one."""
   given = [name for name in loss.reads if name not in OF_THE_UPDATE]
 
   def fn(of_critics, second_half, *arrays):
@@ -78,7 +80,7 @@ def on_own_half(loss: Part) -> Part:
 def without_agreement(
   mask: jax.Array, disagreement: jax.Array, *, agree_share: float
 ) -> jax.Array:
-  """Drops the tokens with the least disagreement; equal ones stay."""
+  """Masks the tokens with the least disagreement; keeps ties."""
   known = jnp.where(mask, disagreement, jnp.nan)
   return mask & (disagreement >= jnp.nanquantile(known, agree_share))
 

@@ -1,13 +1,13 @@
-"""DARS: hard prompts get more tries in the same step.
+"""DARS: hard prompts get more responses in the same step.
 
-A prompt whose n tries have the accuracy p is tried again until its expected
-signal, Σ p (1 - p) over the tries, is that of a prompt with p = 1/2 ('equal'),
-or 2 (1 - p) times as much ('hard'):
+A prompt whose n responses have accuracy p gets more responses until its
+expected signal, Σ p (1 - p) over the responses, equals that of a prompt with
+p = 1/2 ('equal'), or 2 (1 - p) times as much ('hard'):
 
     S = 2 p (1 - p),   T = n / 2 · {1, 2 (1 - p)},   more = ⌈(T - n S) / S⌉
 
-with p = 0.5 / n for an unsolved prompt, and none for p >= 1/2. Differs from a
-larger group in that only hard prompts have one.
+with p = 0.5 / n for an unsolved prompt, and more = 0 for p >= 1/2. Differs from
+a larger group size in that only hard prompts get more responses.
 
 Reference: Yang et al. 2025 (DARS), arXiv:2508.13755.
 """
@@ -24,24 +24,24 @@ from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.errors import check_choice
 from jaxrl_llm.learner import estimates
 
-# Name -> (factor of the signal by p, most tries as a multiple of n).
+# Name -> (p -> factor of the signal, maximum responses as a multiple of n).
 _SIGNALS = {"equal": (lambda p: 1.0, 4), "hard": (lambda p: 2 * (1 - p), 8)}
 
 
 def more_tries(right: int, tries: int, signal: str) -> int:
-  """Returns the further tries of a prompt."""
+  """Returns the number of additional responses to a prompt."""
   factor, most = _SIGNALS[signal]
   p = right / tries or 0.5 / tries
   each = 2 * p * (1 - p)
   if p >= 0.5:
     return 0
   missing = tries / 2 * factor(p) - tries * each
-  # Rounding must not turn a whole number into the next one.
+  # Rounding errors must not turn an integer into the next one.
   return min((most - 1) * tries, math.ceil(missing / each - 1e-9))
 
 
 class Dars(PromptSource):
-  """Draws hard prompts again in the step in which they were asked."""
+  """Draws hard prompts again in the same step."""
 
   def __init__(self, *args: Any, signal: str = "equal", **settings: Any):
     super().__init__(*args, **settings)
@@ -58,9 +58,9 @@ class Dars(PromptSource):
 
 
 def by_example(token_rewards, mask, example_id, judged) -> jax.Array:
-  """Rewards less their mean over all responses to a prompt, [B, T].
+  """Rewards minus their mean over all responses to a prompt, [B, T].
 
-  Differs from a group's in that all draws of the prompt in a step count.
+  Unlike the mean of a group, it includes all draws of the prompt in a step.
   """
   rewards = estimates.outcome(token_rewards)
   mean = estimates.mean_of_same(rewards, example_id, judged)

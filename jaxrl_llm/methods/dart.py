@@ -1,13 +1,14 @@
-"""DART: an unsolved prompt gets a correct response of an earlier step.
+"""DART: an unsolved prompt gets a correct response from an earlier step.
 
-The store holds the newest correct response to each prompt. Where all responses
-of a step to a prompt are wrong, the stored one joins the first group of them,
-which then has a gradient where GRPO has none. Its log-probs are those of the
-policy that sampled it, for `off_policy.correction` to weigh. Differs from the
-replay of groups in that a step samples as many responses as without it.
+The store holds the newest correct response to each prompt. If all responses to
+a prompt in a step are wrong, the stored response joins the prompt's first
+group, which then has a gradient, unlike in GRPO. Its log-probs are those of the
+policy that sampled it, so that `off_policy.correction` can weight it. Differs
+from the replay of groups in that a step samples as many responses as without
+replay.
 
 Reference: Li et al. 2025 (DART), arXiv:2509.23866. Differs in that the run
-collects the responses itself, and adds one instead of exchanging it.
+collects the responses itself and adds one instead of replacing one.
 """
 
 import numpy as np
@@ -17,17 +18,17 @@ from jaxrl_llm.types import Responses, ended, join_rows, take_rows
 
 
 class Successes(replay.Replay):
-  """Stores correct responses, for prompts that a step does not solve."""
+  """Stores correct responses for prompts that a step does not solve."""
 
   def draw(self, store: Responses | None, step: int) -> None:
-    """Leaves a batch all of its new groups."""
+    """Draws no groups, so that all groups of a batch are new."""
 
   def add(
     self, store: Responses | None, responses: Responses
   ) -> Responses | None:
     """Returns the store with the correct responses of a batch.
 
-    It has one response to a prompt, the newest, of at most `capacity` prompts.
+    It has the newest response to each prompt, for at most `capacity` prompts.
     """
     right = responses.correct & responses.judged & ended(responses.rollout)
     if not right.any():
@@ -43,7 +44,7 @@ class Successes(replay.Replay):
   ) -> Responses | None:
     """Returns a stored response to each prompt that a batch did not solve.
 
-    They have the group ids of the batch, and at most `groups` are returned.
+    The responses get the group ids of the batch; at most `groups` are returned.
     """
     if store is None:
       return None

@@ -3,11 +3,11 @@
     L = PPO's clip, 0 where A < 0 and mean_t log(π_old / π) > delta
     KL = (π / π_behav) k3(π, π_ref)
 
-The mask differs from `off_policy.correction=mask` in that it compares the
-current policy, takes the mean over a response, and never drops a response with
-a positive advantage. The KL differs from k3 in the importance weight, which
-has a gradient: for tokens of any policy, value and gradient are those of
-KL(π ‖ π_ref).
+The mask differs from `off_policy.correction=mask` in that it uses the current
+policy, takes the mean over a response, and never drops tokens with positive
+advantages. The KL differs from k3 in the importance weight, which has a
+gradient: whichever policy sampled the tokens, value and gradient are unbiased
+estimates of those of KL(π ‖ π_ref).
 
 The paper does not state delta; 0.5 is our choice.
 
@@ -34,7 +34,7 @@ def clip_off_policy_mask_loss(
   dual_clip: chex.Numeric | None = None,
   delta: chex.Numeric = 0.5,
 ) -> losses.ClippedPolicyLoss:
-  """PPO's clip without negative responses that are far off policy.
+  """PPO's clip without strongly off-policy responses of negative advantage.
 
   Args:
     logprobs: [..., T], log-probabilities under the current policy.
@@ -43,13 +43,13 @@ def clip_off_policy_mask_loss(
     mask: [..., T], True at response tokens.
     segments: as in `losses.gspo_loss`.
     clip_low: as in `losses.clipped_policy_loss`.
-    clip_high: likewise.
-    dual_clip: likewise.
+    clip_high: as in `losses.clipped_policy_loss`.
+    dual_clip: as in `losses.clipped_policy_loss`.
     delta: largest mean of log(π_old / π) over a response that is kept.
 
   Returns:
     A `losses.ClippedPolicyLoss`. A dropped token has no gradient, counts in
-    the denominator and is clipped_low.
+    the denominator and is flagged in clipped_low.
   """
   logprobs, old_logprobs = (
     masked.masked_fill(x, mask) for x in (logprobs, old_logprobs)
@@ -67,12 +67,12 @@ def clip_off_policy_mask_loss(
 def unbiased_kl(
   logprobs: chex.Array, ref_logprobs: chex.Array, behavior_logprobs: chex.Array
 ) -> jax.Array:
-  """k3 times the importance weight of the token, π / π_behav.
+  """KL estimate k3 times the importance weight of the token, π / π_behav.
 
   Args:
     logprobs: [...], log-probabilities under the current policy.
     ref_logprobs: [...], log-probabilities under the reference.
-    behavior_logprobs: [...], log-probabilities at sampling.
+    behavior_logprobs: [...], log-probabilities under the policy that sampled.
 
   Returns:
     float32 [...], at least 0.

@@ -2,10 +2,10 @@
 
     A_t = log π_teacher(y_t) - log π_old(y_t)
 
-Differs from the other methods in that no reward is needed: every token has an
-advantage of its own, from a frozen model of the same tokenizer. With several
-teachers a column `teacher` of the data, 0 for the first of them, says whose
-the row is.
+Differs from the other methods in that no reward is needed: every token has its
+own advantage, from a frozen model with the same tokenizer. With several
+teachers, the data column `teacher` holds the index of each row's teacher, from
+0.
 
 Reference: Thinking Machines Lab 2025, "On-Policy Distillation"; Agarwal et al.
 2023 (GKD), arXiv:2306.13649.
@@ -30,7 +30,7 @@ def make_teachers(settings: choices.Settings) -> dict[str, str]:
   """Returns the directories of the teachers by name.
 
   Raises:
-    InputError: There is none.
+    InputError: There are no teachers.
   """
   paths = _directories(settings)
   if not paths:
@@ -42,7 +42,7 @@ def make_teachers(settings: choices.Settings) -> dict[str, str]:
 
 
 def make_estimator(settings: choices.Settings) -> parts.Part:
-  """Returns the part that reads one teacher, or that of each row."""
+  """Returns the part that reads the only teacher, or each row's teacher."""
   several = len(_directories(settings)) > 1
   name = "chosen_teacher_logprobs" if several else "teacher_logprobs"
   return parts.part(estimators.teacher_advantages, teacher_logprobs=name)
@@ -57,7 +57,7 @@ def chosen_teacher_logprobs(scoring: providers.Scoring) -> np.ndarray:
   """Provides the log-probs of each row's teacher, [B, T].
 
   Raises:
-    InputError: A row names a teacher that there is not.
+    InputError: A row has the index of no teacher.
   """
   ids = scoring.rollout.example_id
   chosen = scoring.learner.column(_COLUMN, ids)
@@ -66,7 +66,7 @@ def chosen_teacher_logprobs(scoring: providers.Scoring) -> np.ndarray:
   if wrong.size:
     raise InputError(
       f"row {ids[wrong[0]]} of the data: column {_COLUMN!r} is"
-      f" {chosen[wrong[0]]:g}; give 0 to {count - 1}, the place of its teacher"
+      f" {chosen[wrong[0]]:g}; give 0 to {count - 1}, the index of its teacher"
       " in config.estimator.settings"
     )
   return _scores(scoring, chosen)
@@ -77,7 +77,7 @@ def _teachers(scoring: providers.Scoring) -> list[str]:
 
 
 def _scores(scoring: providers.Scoring, chosen: np.ndarray) -> np.ndarray:
-  """Scores the rows of each teacher in the mini-batches of the policy."""
+  """Scores each row with its teacher, in the mini-batches of the policy."""
   out = scoring.zeros()
   for batch in scoring.mini_batches["policy"]:
     for number, name in enumerate(_teachers(scoring)):

@@ -1,12 +1,12 @@
-"""DOTS: prompts that the policy solves about half of the time.
+"""DOTS: prefers prompts that the policy solves about half of the time.
 
     p_i ∝ exp(-|r_i - 1/2| / τ),   r_i += 1/2 (correct / tries - r_i)
 
-Differs from drawing all prompts alike in that those which are always or never
-solved, whose groups give no gradient, are seldom drawn. The authors predict the
-rate r of prompts that were not asked lately with an attention over embeddings;
-here it is the last that was seen, and 1/2 before. Their τ of 1e-3 nearly takes
-the nearest rates; the default is 0.1.
+Differs from uniform sampling in that prompts which are always or never solved,
+whose groups have no gradient, are rarely drawn. For prompts that were not drawn
+recently, the authors predict the solve rate r with an attention over
+embeddings; here it is the running estimate of earlier draws, initially 1/2.
+Their τ of 1e-3 nearly always picks the closest rates; the default here is 0.1.
 
 Reference: Sun et al. 2025 (DOTS), arXiv:2506.05316.
 """
@@ -22,14 +22,14 @@ from jaxrl_llm.data.curriculum import Curriculum, results_of
 
 @chex.dataclass(frozen=True)
 class Rates:
-  """Rates of P prompts."""
+  """Solve rates of P prompts."""
 
   drawn: int
   rate: np.ndarray  # float32 [P].
 
 
 class TargetRate(Curriculum):
-  """Draws prompts by the distance of their rate from a target."""
+  """Draws prompts by the distance of their solve rate from a target."""
 
   def __init__(
     self, *args: Any, target: float = 0.5, tau: float = 0.1, **settings: Any
@@ -41,7 +41,7 @@ class TargetRate(Curriculum):
     return Rates(drawn=0, rate=np.full(len(self), 0.5, np.float32))
 
   def scores(self, state: Rates, rng: np.random.Generator) -> np.ndarray:
-    # The largest of log p + Gumbel noise are draws without replacement.
+    # The n largest of log p + Gumbel noise are n draws without replacement.
     far = np.abs(state.rate - self._target)
     return rng.gumbel(size=far.size) - far / self._tau
 

@@ -1,14 +1,15 @@
 """DPPO: a trust region on the divergence of a token's distributions.
 
     L = -sg[min(ρ, cap)] A log π, 0 where D > delta and A (ρ - 1) > 0
-    D = |π - π_behav| (TV), or KL(π_behav ‖ π) of "this token or another one"
+    D = |π - π_behav| (TV), or KL(π_behav ‖ π) of "this token or any other"
 
-Differs from PPO's clip, a bound of the ratio, in that rare tokens may change
-by a large factor and frequent ones only by a small one. Like the clip, it only
-drops tokens whose update would leave the region further. Without logits the
-divergences are those of two outcomes.
+Differs from PPO's clip, which bounds the ratio, in that rare tokens may change
+by a large factor and frequent tokens only by a small one. Like the clip, it
+only drops tokens whose update would move further out of the region. As no
+logits are available, the divergences are those of the two outcomes "this token"
+and "any other".
 
-The bounds 0.2 (TV) and 0.05 (KL) and the cap of 20 are those of public
+The bounds 0.2 (TV) and 0.05 (KL) and the cap of 20 are from public
 implementations.
 
 Reference: DPPO 2026, arXiv:2602.04879.
@@ -34,11 +35,11 @@ def dppo_tv_loss(
     logprobs: [...], log-probabilities under the current policy.
     old_logprobs: [...], log-probabilities under the policy that sampled.
     advantages: [...].
-    delta: largest divergence of a token that still moves away.
+    delta: divergence above which a token may not move further away.
     cap: largest importance weight.
 
   Returns:
-    As `losses.rejection_policy_loss`.
+    A `losses.ClippedPolicyLoss`, as from `losses.rejection_policy_loss`.
   """
   divergence = jnp.abs(jnp.exp(logprobs) - jnp.exp(old_logprobs))
   return _loss(logprobs, old_logprobs, advantages, divergence, delta, cap)
@@ -58,7 +59,7 @@ def dppo_kl_loss(
 
 
 def _loss(logprobs, old_logprobs, advantages, divergence, delta, cap):
-  """Rejects tokens beyond delta that A moves further away."""
+  """Rejects tokens beyond delta that the update would move further away."""
   away = advantages * (logprobs - old_logprobs) > 0
   return losses.rejection_policy_loss(
     logprobs, old_logprobs, advantages, away & (divergence > delta), cap=cap

@@ -1,12 +1,13 @@
-"""DPS: a hidden Markov model predicts whose group will be mixed.
+"""DPS: a hidden Markov model predicts which groups will be mixed.
 
-A prompt is solved by none, some or all of its group. The belief in these three
-moves by transitions that all prompts share and that are counted as they go:
+None, some or all of the responses in a prompt's group are correct. The belief
+over these three states follows transition probabilities that all prompts share
+and that are estimated from running counts:
 
     prior b' = T b;   seen: b = one-hot, counts = 0.7 counts + 0.3 + Σ joint
 
-Differs from dynamic sampling in that groups without a gradient are mostly not
-sampled, instead of sampled and discarded.
+Differs from dynamic sampling in that most groups without a gradient are never
+sampled, instead of being sampled and discarded.
 
 Reference: Dynamics-predictive sampling 2026 (DPS), arXiv:2603.10887.
 """
@@ -17,7 +18,7 @@ import numpy as np
 from jaxrl_llm import register
 from jaxrl_llm.data.curriculum import Curriculum, results_of
 
-_MIXED = 1  # The outcomes of a group are none, mixed and all.
+_MIXED = 1  # The outcomes of a group are none, some (mixed) and all.
 
 
 @chex.dataclass(frozen=True)
@@ -25,18 +26,18 @@ class Belief:
   """Beliefs about P prompts."""
 
   drawn: int
-  belief: np.ndarray  # float32 [P, 3]: solved by none, some or all of a group.
+  belief: np.ndarray  # float32 [P, 3]: none, some or all of a group correct.
   counts: np.ndarray  # float32 [3, 3], transitions to <- from.
 
 
 def transition(belief, counts, prompts, outcomes):
-  """Moves belief and counts by a step in which some prompts were seen.
+  """Updates belief and counts after a step with observed groups.
 
   Args:
     belief: [P, 3], before the step.
-    counts: [3, 3].
-    prompts: int [n], those seen.
-    outcomes: int [n], 0 to 2: what they turned out to be.
+    counts: [3, 3], before the step.
+    prompts: int [n], observed prompts.
+    outcomes: int [n], 0 to 2: observed outcomes of their groups.
   """
   matrix = counts / counts.sum(0)
   after, now = belief @ matrix.T, np.eye(3)[outcomes]
@@ -47,7 +48,7 @@ def transition(belief, counts, prompts, outcomes):
 
 
 class Dps(Curriculum):
-  """Draws the prompts that are most likely to be solved by some."""
+  """Draws the prompts whose groups are most likely to be mixed."""
 
   def init(self) -> Belief:
     belief = np.full((len(self), 3), 1 / 3, np.float32)

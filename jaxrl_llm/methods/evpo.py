@@ -1,12 +1,12 @@
-"""EVPO: the critic is the baseline as long as it explains the returns.
+"""EVPO: uses the critic as baseline only while it explains the returns.
 
-    A = GAE of the critic where EV > 0, else R - mean
+    A = GAE of the critic if EV > 0, else R - mean
     EV = 1 - Var(G - V) / Var(G) over the tokens of the batch
 
-Differs from VAPO in batches whose values explain nothing: there the critic
-would add variance, and the baseline is the mean of the group or, without
-groups, of the batch. The critic is trained in any case. Where all returns are
-equal, EV is 0.
+Differs from VAPO in batches where the explained variance is not positive: there
+the critic would add variance, and the baseline is the mean of the group or,
+without groups, of the batch. The critic is trained in any case. If all returns
+are equal, EV is 0.
 
 Reference: Pan et al. 2026, arXiv:2604.19485.
 """
@@ -23,8 +23,8 @@ def evpo(
 ) -> jax.Array:
   """GAE, or rewards minus their mean if the critic explains nothing, [B, T].
 
-  The explained variance is that of the critic's targets, and the values have
-  not seen these returns.
+  The explained variance is that of the critic's targets; the values are from
+  before training on these returns.
   """
   size = groups.shape[0]
   batch = jnp.where(groups < size, 0, size)

@@ -1,11 +1,11 @@
-"""GDPO: each part of a reward is normalised by itself.
+"""GDPO: each part of a reward is normalised separately.
 
     A_i = Σ_k w_k (r_ik - mean_k) / (std_k + ε)      over the group, per part k
 
-Differs from GRPO, which normalises the sum: two responses with equal sums and
-different parts have different advantages, and a part with a small range counts
-as much as any. `estimator.normalize='whiten'` is its last step, over the
-tokens of the batch here and over its responses in the paper.
+Differs from GRPO, which normalises the sum: two responses with equal sums but
+different parts have different advantages, and a part with a small range has the
+same influence as the others. `estimator.normalize='whiten'` is its last step,
+over the tokens of the batch here and over its responses in the paper.
 
 Reference: GDPO 2026, arXiv:2601.05242.
 """
@@ -21,7 +21,7 @@ def make_estimator(settings: choices.Settings) -> parts.Part:
   """Returns the part that reads the parts of the reward in its settings.
 
   Raises:
-    InputError: No part is named.
+    InputError: The settings have no parts.
   """
   weights = dict(settings["parts"]) if "parts" in settings else {}
   if not weights:

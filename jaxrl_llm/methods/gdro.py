@@ -1,12 +1,12 @@
-"""GDRO of rollouts: tries go where rewards vary most.
+"""GDRO of rollouts: allocates more responses where rewards vary most.
 
     n_b = n √v_b / Σ q_b √v_b
 
-v_b is the variance of the rewards of prompts whose rate is in bin b, q_b their
-share of the batch and n is data.group_size: of all allocations of a budget,
-this one has the least variance of the mean reward. Differs from DARS in that
-the size of a batch is fixed. The authors find n_b by a shadow price, which
-tends to the same; their other game, over prompts, is not built.
+v_b is the reward variance of prompts whose solve rate is in bin b, q_b their
+fraction of the batch and n is data.group_size: among all allocations of a
+budget, this one minimises the variance of the mean reward. Differs from DARS in
+that the batch size is fixed. The authors find n_b with a shadow price, which
+converges to the same; their other game, over prompts, is not implemented.
 
 Reference: Panaganti et al. 2026 (GDRO), arXiv:2601.19280.
 """
@@ -21,15 +21,15 @@ from jaxrl_llm import register
 from jaxrl_llm.data.curriculum import Curriculum, results_of
 
 _BINS = 10
-_FEWEST = 2  # Tries of a prompt: one alone has no group.
+_FEWEST = 2  # Responses to a prompt: a single one has no group baseline.
 
 
 @chex.dataclass(frozen=True)
 class Variances:
-  """Rates of P prompts, and variances by bin of the rate."""
+  """Solve rates of P prompts, and reward variances by bin of the rate."""
 
   drawn: int
-  rate: np.ndarray  # float32 [P], share of correct responses; 1/2 if unknown.
+  rate: np.ndarray  # float32 [P], fraction of correct responses; 1/2 at first.
   variance: np.ndarray  # float32 [10], of the rewards within a prompt.
 
 
@@ -41,16 +41,16 @@ def bins_of(rate: np.ndarray) -> np.ndarray:
 def apportion(
   weights: np.ndarray, total: int, *, fewest: int, most: int
 ) -> np.ndarray:
-  """Splits a total in whole numbers, as near to the weights as bounds allow.
+  """Splits a total into integers, as proportional to weights as bounds allow.
 
   Args:
     weights: [n], at least one of them positive.
     total: from n · fewest to n · most.
-    fewest: lower bound of each.
-    most: upper bound of each.
+    fewest: lower bound of each integer.
+    most: upper bound of each integer.
 
   Returns:
-    int [n], which sum to the total.
+    int [n], with sum `total`.
   """
   wanted = total * weights / weights.sum()
   given = np.full(len(weights), fewest)
@@ -60,7 +60,7 @@ def apportion(
 
 
 class Gdro(Curriculum):
-  """Draws prompts uniformly, and gives each a number of tries."""
+  """Draws prompts uniformly, and allocates responses to each."""
 
   def __init__(self, *args: Any, group_size: int, **settings: Any):
     super().__init__(*args, explore=1.0, **settings)
@@ -74,7 +74,7 @@ class Gdro(Curriculum):
     )
 
   def scores(self, state: Variances, rng: np.random.Generator) -> np.ndarray:
-    return np.zeros(len(state.rate))  # All are drawn alike.
+    return np.zeros(len(state.rate))  # All prompts are equally likely.
 
   def draw(self, state: Variances, n: int):
     prompts, after = super().draw(state, n)

@@ -3,9 +3,9 @@
     s_i = exp(1/|o_i| Σ_t log(π / π_old))
     L = -min(s_{i,t} A, clip(s_{i,t}, 1 - clip_low, 1 + clip_high) A)
 
-Differs from PPO's loss in the ratio: it is one of the whole response, the
-geometric mean over its tokens, so that a response is clipped as a whole. The
-bounds are about a thousandth of PPO's.
+Differs from PPO's loss in the ratio: a response has a single ratio, the
+geometric mean over its tokens, so that it is clipped as a whole. The bounds are
+about a thousandth of PPO's.
 
 Reference: Zheng et al. 2025, arXiv:2507.18071, equations 5 to 7, 13 and 14.
 """

@@ -1,13 +1,13 @@
-"""HAPO: tokens are treated by their entropy.
+"""HAPO: adapts clipping, advantages and temperature to a token's entropy.
 
     h = (log H - pivot) / rms, scaled to [-1, 1]        the entropy code
     A_i = (R_i - μ) / (σ + ε), μ and σ over the tokens of the group
     1 - clip_low (1 + max(-h, 0)) ≤ ρ ≤ 1 + clip_high (1 + max(h, 0))
 
-Differs from DAPO in the group's statistics, which weigh a response by its
-tokens; in the clip range and the advantage of a token, which follow its
-entropy within the batch; and in the sampling temperature. The published code
-treats low-entropy tokens with the opposite sign (`loss.hapo_sign`).
+Differs from DAPO in the group statistics, which weight a response by its number
+of tokens; in the clip range and the advantage of a token, which depend on its
+entropy relative to the batch; and in the sampling temperature. The published
+code has the opposite sign for low-entropy tokens (`loss.hapo_sign`).
 
 Reference: HAPO 2025, arXiv:2509.16591.
 """
@@ -35,7 +35,7 @@ def token_group(
 
 
 def entropy_code(entropies, policy_mask, *, hapo_sign) -> jax.Array:
-  """Entropy code of every token within its own batch, [B, T] in [-1, 1]."""
+  """Entropy code of every token relative to its batch, [B, T] in [-1, 1]."""
   statistics = estimators.entropy_statistics(entropies, policy_mask)
   return estimators.entropy_code(
     entropies, policy_mask, statistics, sign=hapo_sign
@@ -52,7 +52,7 @@ def entropy_clip(
   clip_high,
   dual_clip,
 ) -> losses.ClippedPolicyLoss:
-  """PPO's surrogate; clip range and advantage of a token follow its entropy."""
+  """PPO's surrogate with clip range and advantages adapted to the entropy."""
   low, high = estimators.adaptive_clip(
     entropy_code, clip_low=clip_low, clip_high=clip_high
   )
@@ -66,9 +66,9 @@ def entropy_clip(
 
 
 def adaptive_temperature(distribution, context, statistics, *, entropy_tau):
-  """Lets the temperature follow a token's entropy, T (1 + τ h).
+  """Adapts the temperature to a token's entropy, T (1 + τ h).
 
-  h comes from the statistics of the batch before.
+  h is computed with the statistics of the previous batch.
   """
   del context
   temperature = distribution.temperature

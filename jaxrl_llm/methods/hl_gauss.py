@@ -1,11 +1,11 @@
-"""HL-Gauss: a critic learns a distribution over K bins of equal width.
+"""HL-Gauss: a critic that predicts a distribution over K bins of equal width.
 
     V = Σ_k softmax(z)_k c_k,  c_k the centre of bin k
-    L = -Σ_k p_k log softmax(z)_k,  p a Gaussian about the return
+    L = -Σ_k p_k log softmax(z)_k,  p a Gaussian around the return
 
-Differs from the critics of PPO and VAPO in the head and its loss, a
-classification instead of a regression. Chosen by value.head='categorical',
-with any estimator that has a critic.
+Differs from the critics of PPO and VAPO in the head and its loss,
+classification instead of regression. Selected by value.head='categorical', with
+any estimator that has a critic.
 
 Reference: Farebrother et al. 2024, arXiv:2403.03950.
 """
@@ -24,13 +24,13 @@ from jaxrl_llm.models import VALUE_HEADS, ValueHead
 
 
 class CategoricalHead(ValueHead):
-  """A critic's head whose outputs are the logits of bins over its support.
+  """A critic's head whose outputs are logits of bins over its support.
 
-  Logits of 0 are the value in the middle.
+  Logits of 0 give the value in the middle of the support.
   """
 
   def read(self, outputs: chex.Array) -> dict[str, jax.Array]:
-    """Returns the `values` [...] of logits [..., K], and `value_logits`."""
+    """Returns `values` [...] from logits [..., K], and `value_logits`."""
     low, high = self.support
     width = (high - low) / self.outputs
     centres = low + width * (jnp.arange(self.outputs) + 0.5)
@@ -47,22 +47,23 @@ def categorical_value_loss(
   high: float,
   sigma: float = 0.75,
 ) -> losses.ClippedValueLoss:
-  """Cross entropy of a critic's K bins to a Gaussian about the return.
+  """Cross entropy between a Gaussian around the return and a critic's K bins.
 
     L = -Σ_k p_k log softmax(z)_k
     p_k ∝ Φ((e_{k+1} - G) / s) - Φ((e_k - G) / s)
 
   e_0 = low, ..., e_K = high are the edges of the bins, s is sigma bin widths.
-  The gradient with respect to z is softmax(z) - p, however far G is, and noise
-  of the returns moves probability instead of the whole regression.
+  The gradient with respect to z is softmax(z) - p: it is bounded however far G
+  is from V, so noisy returns affect it less than the gradient of a squared
+  error.
 
   Args:
     value_logits: [..., K], z, logits of the bins.
-    returns: [...], G, targets; those outside [low, high] count as its nearest
-      end. No gradient is stopped here.
+    returns: [...], G, targets, clipped to [low, high]. No gradient is stopped
+      here.
     low: lower edge of the first bin.
     high: upper edge of the last bin. Returns should be several bin widths
-      inside, where the mean of p equals G.
+      inside the edges, where the mean of p equals G.
     sigma: standard deviation of the Gaussian in bin widths.
 
   Returns:

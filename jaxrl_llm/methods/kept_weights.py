@@ -1,12 +1,12 @@
-"""Kept weights: the sampler's mismatch apart from the updates since.
+"""Kept weights: separates sampler-trainer mismatch from staleness.
 
     π_prox / π_behav = (π_writer / π_behav) (π_prox / π_writer)
 
-The first factor is numerical mismatch, of tokens that the sampler and the
-trainer score by the same weights; the second is staleness. Each has a bound of
-its own. Differs from decoupled PPO (AReaL) in that the trainer keeps the
-weights of every version that may have written a token of a batch, and scores
-new tokens by them.
+The first factor is numerical mismatch: sampler and trainer score a token with
+the same weights. The second factor is staleness. Each has its own bound.
+Differs from decoupled PPO (AReaL) in that the trainer keeps the weights of
+every version that may have sampled a token of a batch, and scores new tokens
+with them.
 """
 
 import functools
@@ -25,16 +25,16 @@ from jaxrl_llm.learner.members import Companion, Member
 def make(
   policy: Member, mesh: jax.sharding.Mesh, settings: Mapping[str, Any]
 ) -> Companion:
-  """Keeps the trained parameters of the last K versions, [K, ...].
+  """Makes the companion that keeps the last K trained parameters, [K, ...].
 
-  Version v is in slot v mod K until version v + K replaces it. The sharding is
-  that of the policy.
+  Version v is in slot v mod K until version v + K replaces it. The parameters
+  are sharded like the policy's.
 
   Args:
     policy: the policy.
     mesh: mesh of the policy.
-    settings: `keep_weights`, the stored dtype, of which any other than float32
-      rounds the weights, and `versions`, K >= 1.
+    settings: `keep_weights`, the stored dtype (any but float32 rounds the
+      weights), and `versions`, K >= 1.
   """
   del mesh
   versions, dtype = settings["versions"], jnp.dtype(settings["keep_weights"])
@@ -60,15 +60,15 @@ def make(
   stacked = jax.tree.map(sharding.with_leading_axis, places)
   init = jax.jit(init, out_shardings=stacked)
   write = jax.jit(write, out_shardings=stacked, donate_argnums=0)
-  # Sharded like the policy's own, so that the same program scores them.
+  # Sharded like the policy, so that the same program scores with them.
   read = jax.jit(read, out_shardings=places)
   return Companion(init.eval_shape(params), init, record=write, read=read)
 
 
 def writer_logprobs(scoring: providers.Scoring) -> np.ndarray:
-  """Scores new tokens in the trainer by the weights that sampled them.
+  """Scores new tokens in the trainer with the weights that sampled them.
 
-  Every version scores whole mini-batches, as the policy does, so that equal
+  Every version scores complete mini-batches, as the policy does, so that equal
   weights give bitwise equal log-probs. The scores of the current version are
   reused.
 

@@ -1,13 +1,13 @@
-"""KPop: IcePop's token mask with a KL in place of the bounds of the ratio.
+"""KPop: IcePop's token mask with a KL bound instead of bounds of the ratio.
 
     L = -sg[ρ] A log π, 0 where max(KL(π ‖ π_behav), KL(π_behav ‖ π)) > delta
 
 Differs from IcePop and DIS (`methods/sao.py`) in the mask: each KL is that of
-"this token or another one", so that rare tokens may change by a larger factor
-than frequent ones. Differs from DPPO in that the advantage does not matter.
+"this token or any other", so that rare tokens may change by a larger factor
+than frequent ones. Differs from DPPO in that the mask ignores the advantage.
 
-Known to us from notes only: the larger of the two KLs and delta are our
-reading.
+We know it only from notes: taking the larger of the two KLs, and delta, are our
+interpretation.
 """
 
 import chex
@@ -23,16 +23,16 @@ def kpop_loss(
   *,
   delta: chex.Numeric = 0.05,
 ) -> losses.ClippedPolicyLoss:
-  """Policy gradient of the tokens whose two KLs are at most delta.
+  """Policy gradient at tokens whose two KLs are at most delta.
 
   Args:
     logprobs: [...], log-probabilities under the current policy.
     old_logprobs: [...], log-probabilities under the policy that sampled.
     advantages: [...].
-    delta: largest divergence of a token that is trained.
+    delta: largest KL at which a token is trained on.
 
   Returns:
-    As `losses.rejection_policy_loss`.
+    A `losses.ClippedPolicyLoss`, as from `losses.rejection_policy_loss`.
   """
   divergence = jnp.maximum(
     losses.binary_kl(logprobs, old_logprobs),

@@ -1,9 +1,8 @@
-"""Majority labels: training without answers.
+"""Majority labels: training without reference answers.
 
-The most frequent answer of a group is its label, the first of equals, and
-responses with another answer, or with none, are wrong. Differs from a verifier
-in that the data need no answers, and in that a crowd that errs teaches its
-error.
+The most frequent answer of a group is its label (the first one in a tie);
+responses with another answer or none are wrong. Differs from a verifier in that
+the data need no answers, and in that a wrong majority reinforces its error.
 
 Reference: Zuo et al. 2025 (TTRL), arXiv:2504.16084.
 """
@@ -17,7 +16,7 @@ from jaxrl_llm import rewards
 def majority(
   texts: Sequence[str], verdicts: Sequence[rewards.Verdict]
 ) -> list[bool]:
-  """Returns whether each response of a group has the group's answer."""
+  """Returns whether each response of a group has the majority's answer."""
   del texts
   answers = [verdict.extracted for verdict in verdicts]
   votes = collections.Counter(x for x in answers if x is not None)

@@ -2,9 +2,9 @@
 
     A_i = (R_i - mean) / mean,   0 where the mean is not positive
 
-Differs from GRPO in the divisor: with rewards of 0 and 1 a prompt weighs by one
-over its pass rate, as the gradient of the log-likelihood of a right answer
-does.
+Differs from GRPO in the divisor: with rewards of 0 and 1, each prompt is
+weighted by the inverse of its pass rate, as in the gradient of the
+log-likelihood of a correct answer.
 
 Reference: Tajwar et al. 2026, arXiv:2602.02710.
 """
@@ -17,7 +17,7 @@ from jaxrl_llm.learner import estimates
 
 
 def maxrl(token_rewards, mask, groups) -> jax.Array:
-  """Rewards relative to the group's mean and in units of it, [B, T]."""
+  """Rewards minus the group's mean, divided by that mean, [B, T]."""
   rewards = estimates.outcome(token_rewards)
   centered = estimators.group_relative(
     rewards, groups, num_groups=groups.shape[0], scale="none"

@@ -1,11 +1,11 @@
-"""MC-GRPO: the median of an odd group is its baseline.
+"""MC-GRPO: the median of a group of odd size is its baseline.
 
     A_i = (R_i - median) / (scale + ε)
 
-Differs from GRPO in the center and in that one response more is sampled than
-is trained on: the advantage of the median response is 0, and the mask of this
-file takes it out of the loss. The advantages are those of the estimator 'group'
-with the center 'median'.
+Differs from GRPO in the center, and in that each group samples one response
+more than it trains on: the advantage of the median response is 0, and the mask
+in this file removes it from the loss. The advantages come from the estimator
+'group' with the center 'median'.
 
 Reference: MC-GRPO 2026, arXiv:2601.22582.
 """
@@ -17,7 +17,7 @@ from jaxrl_llm.learner import choices, estimates
 
 
 def without_pivot(mask, token_rewards, groups) -> jax.Array:
-  """Masks the median response, which was only sampled as a baseline."""
+  """Masks the median response, which serves only as the baseline."""
   pivot = estimators.median_pivot(
     estimates.outcome(token_rewards), groups, num_groups=groups.shape[0]
   )

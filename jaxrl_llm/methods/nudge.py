@@ -1,12 +1,13 @@
-"""NudgeRL: groups of a prompt in several contexts.
+"""NudgeRL: samples groups of a prompt in several contexts.
 
-A prompt is asked once in each of K contexts, short texts before the question.
+Each prompt is drawn once in each of K contexts, short texts before the
+question.
 
     A = R - mean_context R + w (mean_context R - mean_prompt R)
 
-Differs from GRPO in that contexts, not the temperature alone, make responses
-differ. The authors also distil what is found under a context into the bare
-prompt, which is not built: give '' as a context to train it too.
+Differs from GRPO in that responses vary due to contexts and not only due to the
+temperature. The authors also distil responses found with a context into the
+bare prompt, which is not implemented: give '' as a context to train on it too.
 
 Reference: Lee et al. 2026 (NudgeRL), arXiv:2605.15726.
 """
@@ -58,7 +59,7 @@ class Contexts(PromptSource):
 def inter_intra(
   token_rewards, mask, groups, example_id, judged, *, between: float = 1.1
 ) -> jax.Array:
-  """Relative to the context's group, and the group to the prompt, [B, T]."""
+  """Advantages within the context's group and between groups, [B, T]."""
   rewards = estimates.outcome(token_rewards)
   own = estimates.mean_of_same(rewards, groups, judged)
   prompt = estimates.mean_of_same(rewards, example_id, judged)

@@ -2,13 +2,13 @@
 
     A_i = R_i - mean_{j ≠ i} h_j,   h_j = mean_t (w · s_t + c)
 
-w and c regress the rewards on the hidden states s of the middle layer, after
-the policy has used them. Differs from a critic in that it costs half a forward
-pass and no second model, and from GRPO in that groups of two suffice. The
-baseline of a response reads the other responses to its prompt alone: one that
-read the response itself would know the actions, and bias the gradient. The
-authors fit a ridge regression on means of the last states; here one step of the
-optimizer per mini-batch moves the probe on all of them.
+w and c regress the rewards on the hidden states s of the middle layer. Differs
+from a critic in that it costs half a forward pass and no second model, and from
+GRPO in that groups of two suffice. The baseline of a response reads only the
+other responses to its prompt: a baseline that read the response itself would
+depend on its actions and bias the gradient. The authors fit a ridge regression
+on means of the last states; here the probe is trained on the states of all
+tokens, with one optimizer step per mini-batch.
 
 Reference: Choi et al. 2026 (POISE), arXiv:2605.07579.
 """
@@ -24,11 +24,11 @@ from jaxrl_llm import masked, register
 from jaxrl_llm.learner import estimates, members, providers, scoring
 from jaxrl_llm.learner.update import Objective
 
-_LEARNING_RATE = 0.01  # The probe is linear and has no one to wait for.
+_LEARNING_RATE = 0.01  # High, because the probe is linear.
 
 
 class Probe(NamedTuple):
-  """Functions of the probe, as of a model."""
+  """Functions of the probe, like those of a model."""
 
   init: Callable[[Any], Any]
   shares_prompts: bool
@@ -78,18 +78,18 @@ def make_probe(policy, algorithm, mesh) -> members.Member:
 
 
 def reward_on_all(token_rewards, mask) -> jax.Array:
-  """A response's reward on all of its tokens, [B, T]."""
+  """Reward of each response at all of its tokens, [B, T]."""
   return estimates.per_token(estimates.outcome(token_rewards), mask)
 
 
 def cross_probe(token_rewards, poise_values, mask, groups) -> jax.Array:
-  """Rewards less the probe of the other responses to the prompt, [B, T].
+  """Rewards minus the probe's mean on the other responses, [B, T].
 
   Args:
     token_rewards: [B, T].
-    poise_values: [B, T], the probe at every token.
+    poise_values: [B, T], output of the probe at every token.
     mask: bool [B, T].
-    groups: int [B]; a response that is alone in its group gets 0.
+    groups: int [B]; the response of a group of one gets 0.
   """
   count = len(groups)
   own = masked.masked_mean(poise_values, mask, axis=1)

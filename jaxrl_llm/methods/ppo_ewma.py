@@ -1,10 +1,11 @@
 """PPO-EWMA: the ratio is taken against a moving average of the policy.
 
-    θ_prox ← decay θ_prox + (1 - decay) θ, with the bias of its start removed
+    θ_prox ← decay θ_prox + (1 - decay) θ, with bias correction
 
-Differs from PPO in the proximal policy, which is not that of the update's start
-and so does not depend on how many mini-batches a batch is cut into. It is
-scored anew for each mini-batch; an importance weight corrects for the sampler.
+Differs from PPO in the proximal policy, which is not the policy at the start of
+the update and so does not depend on the number of mini-batches per batch. The
+average scores each mini-batch again; an importance weight corrects for the
+sampler.
 
 Reference: Hilton et al. 2021, arXiv:2110.00641.
 """
@@ -24,7 +25,7 @@ from jaxrl_llm.learner.members import Companion, Member
 def make(
   policy: Member, mesh: jax.sharding.Mesh, settings: Mapping[str, Any]
 ) -> Companion:
-  """Makes the moving average of the policy, {'params', 'weight'}."""
+  """Makes the moving average of the policy, a dict of 'params' and 'weight'."""
   decay = settings["ewma_decay"]
 
   def init(params):
@@ -50,7 +51,7 @@ def make(
 
 
 def provide(scoring: providers.Scoring) -> np.ndarray:
-  """Provides `average_logprobs` until the average scores a mini-batch."""
+  """Provides `average_logprobs` until the average has scored a mini-batch."""
   return scoring.policy["old_logprobs"]
 
 

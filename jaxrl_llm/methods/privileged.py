@@ -1,10 +1,10 @@
-"""A privileged critic: it reads the answer before the prompt.
+"""Privileged critic: reads the answer before the prompt.
 
     V(s) = f(answer, s)
 
-Differs from VAPO's critic in what it knows. A baseline may depend on anything
-but the action, so that advantages are as unbiased; the policy never reads the
-answer. Chosen by value.answer_format, with any estimator that has a critic.
+Differs from VAPO's critic in its input. A baseline may depend on anything but
+the action, so the answer adds no bias to advantages; the policy never reads it.
+Selected by value.answer_format, with any estimator that has a critic.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,10 +18,10 @@ from jaxrl_llm.types import Rollout
 
 
 def make_view(value: Mapping[str, Any]) -> Callable[..., Rollout]:
-  """Returns how the critic sees samples: after the answers to their prompts.
+  """Makes the view that puts the answer before the prompt of each sample.
 
-  Arrays of prompts become wider by `answer_tokens`, however long the answers
-  are, so that shapes do not vary.
+  Arrays of prompts become wider by `answer_tokens`, whatever the lengths of the
+  answers, so that shapes do not change.
 
   Args:
     value: config group `value`.

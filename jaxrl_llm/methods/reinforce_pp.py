@@ -1,11 +1,11 @@
-"""REINFORCE++: rewards to go, with or without a baseline of the group.
+"""REINFORCE++: reward-to-go, with or without a group baseline.
 
     A_t = Σ_{k≥t} γ^(k-t) r_k               'center' is 'none'
     A_t = Σ_{k≥t} γ^(k-t) r_k - center_g    otherwise
 
-Differs from PPO in that there is no critic: advantages are made comparable by
-whitening them over the whole batch (`estimator.normalize`). AReaL uses the
-same advantages without a baseline.
+Differs from PPO in that there is no critic: advantages are instead whitened
+over the whole batch (`estimator.normalize`). AReaL uses the same advantages
+without a baseline.
 
 Reference: Hu et al. 2025, arXiv:2501.03262.
 """
@@ -18,7 +18,7 @@ from jaxrl_llm.learner import choices, estimates, parts
 
 
 def reward_to_go(token_rewards, mask, *, gamma) -> jax.Array:
-  """Discounted sum of the rewards from each token on, [B, T]."""
+  """Discounted sum of rewards from each token onwards, [B, T]."""
   return estimators.lambda_returns(
     token_rewards, jnp.zeros_like(token_rewards), mask, gamma=gamma, lambda_=1.0
   )
@@ -27,11 +27,11 @@ def reward_to_go(token_rewards, mask, *, gamma) -> jax.Array:
 def centered_reward_to_go(
   token_rewards, mask, groups, *, gamma, center
 ) -> jax.Array:
-  """Reward to go minus the center of the group, [B, T].
+  """Reward-to-go minus the center of the group, [B, T].
 
-  The center is that of whole, undiscounted responses, and the same for every
-  token. Where a reward comes before the last token, or gamma < 1, it leaves
-  late tokens more variance than a baseline per token would, but no bias.
+  The center is that of undiscounted rewards of complete responses, and the same
+  for every token. If a reward comes before the last token, or gamma < 1, late
+  tokens have more variance than with a per-token baseline, but no bias.
   """
   rewards = estimates.outcome(token_rewards)
   relative = estimators.group_relative(
@@ -42,7 +42,7 @@ def centered_reward_to_go(
 
 
 def make_estimator(settings: choices.Settings) -> parts.Part:
-  """Returns the part that `estimator.center` asks for."""
+  """Returns the part that `estimator.center` selects."""
   centered = settings["center"] != "none"
   return parts.part(
     centered_reward_to_go if centered else reward_to_go, settings

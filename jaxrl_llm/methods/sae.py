@@ -1,11 +1,11 @@
-"""SAE: the critic is believed at the ends of segments alone.
+"""SAE: uses the critic only at the ends of segments.
 
     A_t = δ_t + γ λ_t A_{t+1},   λ_t = λ where π_behav(a_t) < p, else 1
 
-Differs from GAE in λ: inside a segment the values cancel, and a segment ends
-with a token that the sampler found unlikely, where the next value is most
-likely to know something new. That an unlikely token ends its segment, and does
-not begin the next one, is our reading.
+Differs from GAE in λ: inside a segment the values cancel. A segment ends with a
+token that was unlikely under the sampler, where the next value is most likely
+to carry new information. That an unlikely token ends its segment, rather than
+beginning the next one, is our interpretation.
 
 Reference: Gong et al. 2026 (segmental advantage estimation), arXiv:2601.07320.
 """

@@ -1,15 +1,15 @@
-"""SAO: single responses, asynchronous, with a critic and a hard token mask.
+"""SAO: asynchronous training on single responses with a hard token mask.
 
-    L = -sg[f(ρ)] A log π,   ρ = π / π_behav of the current policy
+    L = -sg[f(ρ)] A log π,   ρ = π / π_behav with the current policy π
     f(ρ) = ρ where 1 - clip_low < ρ < 1 + clip_high, else 0
 
-Differs from VAPO in this loss (DIS, "double-sided importance sampling"): a
-token is compared with the policy that sampled it, without a recomputed policy
-in between, and is dropped on either side, whatever the sign of its advantage.
-The rest of the method is settings, see configs/sao.py. IcePop's mask has the
-bounds clip_low 0.5 and clip_high 4. The correction 'mask' of
-`off_policy.correction` has the same mask, taken once at the start of the
-update.
+Differs from VAPO in this loss (DIS, "double-sided importance sampling"): the
+ratio of a token is taken against the policy that sampled it, without a
+recomputed policy in between, and tokens outside the bounds are dropped on
+either side, whatever the sign of their advantage. The rest of the method, which
+has a critic, is settings, see configs/sao.py. IcePop's mask has the bounds
+clip_low 0.5 and clip_high 4. `off_policy.correction='mask'` has the same mask,
+computed once at the start of the update.
 
 Reference: SAO 2026, arXiv:2607.07508; Ling Team 2025 (IcePop),
 arXiv:2510.18855.
@@ -29,17 +29,17 @@ def dis_loss(
   clip_low: chex.Numeric,
   clip_high: chex.Numeric,
 ) -> losses.ClippedPolicyLoss:
-  """Policy gradient of the tokens whose ratio is inside an open interval.
+  """Policy gradient at tokens whose ratio is inside an open interval.
 
   Args:
     logprobs: [...], log-probabilities under the current policy.
     old_logprobs: [...], log-probabilities under the policy that sampled.
     advantages: [...].
-    clip_low: ratios of 1 - clip_low and less are rejected; SAO has 0.3.
-    clip_high: ratios of 1 + clip_high and more are rejected; SAO has 5.
+    clip_low: ratios of at most 1 - clip_low are rejected; SAO uses 0.3.
+    clip_high: ratios of at least 1 + clip_high are rejected; SAO uses 5.
 
   Returns:
-    As `losses.rejection_policy_loss`.
+    A `losses.ClippedPolicyLoss`, as from `losses.rejection_policy_loss`.
   """
   ratio = jnp.exp(distributions.clamped_log_ratio(logprobs, old_logprobs))
   rejected = (ratio <= 1.0 - clip_low) | (ratio >= 1.0 + clip_high)

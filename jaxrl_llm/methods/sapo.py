@@ -1,18 +1,18 @@
-"""SAPO: runs train on the responses of others.
+"""SAPO: runs also train on the responses of other runs.
 
-A run writes the judged responses of every batch into a folder that others read.
-Responses of other policies, also those of `generate.py`, enter the replay store
-with the log-probs that they were sampled with, so that the weights
+A run writes the judged responses of every batch to a folder that other runs
+read. Responses of other policies, including those from `generate.py`, enter the
+replay store with the log-probs that they were sampled with, so that the weights
 
     w_t = π_old(a_t) / π_other(a_t)
 
 of `off_policy.correction` are exact within their bounds. Every run judges them
 itself, and finds the prompt of a response by its question. A file is read once,
-by the first batch after it has appeared, which is recorded in the run's own
-folder: a run that is killed and goes on reads the same again.
+by the first batch after it appears. The run records this in its own folder, so
+that it reads the same files again if it is killed and resumed.
 
 Reference: Amico et al. 2025 (SAPO, swarm sampling policy optimization),
-arXiv:2509.08721. Differs in that groups are shared whole, and stored.
+arXiv:2509.08721. Differs in that complete groups are shared, and stored.
 """
 
 import itertools
@@ -33,10 +33,10 @@ _ENDS = {x.name.lower(): x for x in (Status.FINISHED, Status.OVERLONG)}
 
 
 class Swarm:
-  """Exchanges responses through files with the lines of `generate.py`."""
+  """Exchanges responses through files in the format of `generate.py`."""
 
   def __init__(self, schedule: Any):
-    """Takes the config group `schedule`."""
+    """Reads the folders from the config group `schedule`."""
     self._own = pathlib.Path(schedule["share_in"])
     self._others = [pathlib.Path(path) for path in schedule["replay_from"]]
     self._rows: dict[str, int] = {}  # Rows of the data by question.
@@ -48,8 +48,8 @@ class Swarm:
     """Returns new responses of other policies and their prompts, or None.
 
     Args:
-      number: of the batch; a repeated one reads the same.
-      store: the replay store, whose ids are taken.
+      number: number of the batch; a repeated batch reads the same responses.
+      store: the replay store, whose ids are not reused.
       source: the `PromptSource` of the run.
       writer: the `ResponseWriter` of the run.
 
@@ -80,28 +80,28 @@ class Swarm:
     return (begun, prompts) if prompts else None
 
   def write(self, number: int, judged: list[Judged]) -> None:
-    """Shares the responses of a batch that have ended and have a verdict."""
+    """Shares the ended responses of a batch that have a verdict."""
     lines = []
     for each in judged if processes.is_first() else ():
       rollout = each.responses.rollout
       shared = each.responses.ended & each.responses.judged
-      shared &= rollout.mask.sum(axis=1) == rollout.lengths  # Nothing is given.
+      shared &= rollout.mask.sum(axis=1) == rollout.lengths  # All sampled.
       records = [_record(each, row) for row in np.flatnonzero(shared).tolist()]
       lines += [json.dumps(record) + "\n" for record in records]
     if lines:
       files.write_whole(self._own / f"{number:012d}.jsonl", "".join(lines))
 
   def _row(self, question: str, source: Any) -> int | None:
-    """Returns the row of the data with a question; None without one."""
+    """Returns the row of the data with a question; None if there is none."""
     if not self._rows:
       every = range(len(source))
       self._rows = {source.example(i, 0).question: i for i in every}
     return self._rows.get(question)
 
   def _lines(self, number: int) -> list[rows.Row]:
-    """Reads the files of a batch, and records which they are."""
+    """Reads the files of a batch, and records their names."""
     journal = self._own / f"{number:012d}.read"
-    if self._seen is None:  # Later ones are this run's own.
+    if self._seen is None:  # Records of later batches are added below.
       self._own.mkdir(parents=True, exist_ok=True)
       read = [json.loads(x.read_text()) for x in self._own.glob("*.read")]
       self._seen = set(itertools.chain(*read))
@@ -116,7 +116,7 @@ class Swarm:
 
 
 def _record(judged: Judged, row: int) -> dict[str, Any]:
-  """Returns a response as a line of `generate.py` has it."""
+  """Returns a response as a record in the format of `generate.py`."""
   rollout = judged.responses.rollout
   own = np.s_[row, : rollout.lengths[row]]
   return {
@@ -134,7 +134,7 @@ def _fill(
   """Writes a response into a new row of a rollout.
 
   Raises:
-    InputError: It lacks something, or does not fit.
+    InputError: The record is incomplete, or does not fit.
   """
   tokens, logprobs = (record.get(x) or [] for x in ("tokens", "logprobs"))
   fits = 0 < len(tokens) == len(logprobs) <= rollout.tokens.shape[1]

@@ -1,13 +1,13 @@
-"""SAPO's gate: a sigmoid of the ratio in place of PPO's clip.
+"""SAPO's gate: a sigmoid of the ratio instead of PPO's clip.
 
     L = -(4 / τ) σ(τ (ρ - 1)) A,   τ = tau_pos where A > 0, else tau_neg
 
-Differs from the clip in that a token loses its gradient gradually: 1 at a
-ratio of 1, less on either side, and sooner where A < 0.
+Differs from the clip in that a token loses its gradient gradually: the gradient
+weight is 1 at a ratio of 1, and decays on either side, faster where A < 0.
 
-This SAPO is Soft Adaptive Policy Optimization; Swarm Sampling Policy
-Optimization (arXiv:2509.08721), a system that shares rollouts between
-machines, has the same initials and is something else.
+This SAPO is Soft Adaptive Policy Optimization. It is unrelated to Swarm
+Sampling Policy Optimization (`methods/sapo.py`, arXiv:2509.08721), a system
+that shares rollouts between machines.
 
 Reference: Gao et al. 2025, arXiv:2511.20347.
 """
@@ -34,12 +34,12 @@ def sapo_gate_loss(
     old_logprobs: [...], log-probabilities at the start of the update.
     advantages: [...].
     tau_pos: steepness of the gate where A > 0, above 0.
-    tau_neg: likewise for the other tokens.
+    tau_neg: steepness of the gate at all other tokens, above 0.
 
   Returns:
-    A `losses.ClippedPolicyLoss`. clipped_high and clipped_low mark tokens that
-    have moved the way that A asks for and keep less than half of PPO's
-    gradient.
+    A `losses.ClippedPolicyLoss`. clipped_high and clipped_low mark tokens whose
+    ratio has moved in the direction that A favors and that keep less than half
+    of PPO's gradient.
   """
   plain = losses.policy_gradient_loss(logprobs, old_logprobs, advantages)
   tau = jnp.where(advantages > 0, tau_pos, tau_neg)

@@ -1,11 +1,11 @@
-"""SCOPE: a wrong response goes on from its first wrong step, put right.
+"""SCOPE: continues wrong responses from their corrected first wrong step.
 
-An oracle finds the step, keeps the text before it and writes the right one; the
-policy continues from there in a response of its own. Differs from ADHint in
-that the policy wrote most of what it continues. The authors' oracle is a
-process reward model; here it is a function, exact for the embedded tasks, so
-that its results are an upper bound there. All responses to a prompt, repaired
-ones included, share one baseline ('example').
+An oracle finds the first wrong step, keeps the text before it and replaces it
+with a correct step; the policy continues from there in a new response. Differs
+from ADHint in that the policy itself wrote most of the prefix. The authors'
+oracle is a process reward model; here it is a function that is exact for the
+embedded tasks, so results on these are an upper bound. All responses to a
+prompt, including repaired ones, share one baseline ('example').
 
 Reference: Ren et al. 2026 (SCOPE), arXiv:2602.24110.
 """
@@ -22,7 +22,7 @@ from jaxrl_llm.errors import check_choice
 
 
 class Repairs(PromptSource):
-  """Draws a prompt again for each wrong response, with its repaired beginning.
+  """Draws a prompt again for each wrong response, with a repaired prefix.
 
   At most half of a group's responses are repaired.
   """
@@ -58,10 +58,10 @@ class Repairs(PromptSource):
     return prompts, state.replace(drawn=state.drawn + len(prompts))
 
   def _opening(self, tokens: list[int], kept: str, step: str):
-    """Returns the tokens of the kept text as they were written, and the step.
+    """Returns the original tokens of the kept text, followed by the step.
 
-    Encoding all of it anew could split words into other tokens than the
-    policy's. A token across the end of the kept text is encoded anew.
+    Encoding all of the text again could give other tokens than the policy's.
+    Only a token across the end of the kept text is encoded again.
     """
     text = lambda count: self._tokenizer.decode(tokens[:count])
     fits = bisect.bisect_right(

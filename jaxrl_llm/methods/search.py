@@ -1,16 +1,16 @@
-"""Search at test time: a critic decides which beginnings of a response go on.
+"""Test-time search: a critic selects which partial responses continue.
 
-Every few tokens, the critic says of each of the k responses to a problem the
-chance p that it becomes correct, and k copies of them go on, with random
-numbers of their own:
+Every few tokens, the critic predicts for each of the k responses to a problem
+the probability p of becoming correct. k copies of them are selected and
+continue with independent random numbers:
 
   particles   weights ∝ p / (1 − p), resampled systematically
-  dora        weights ∝ softmax(p / 0.1) γ, where γ = softmax(cos / 0.01) of a
-              response at itself, so that equal ones share one weight; cos
-              compares the tokens that two responses consist of
-  beam        the best quarter, four times each
+  dora        weights ∝ softmax(p / 0.1) γ, where γ is the diagonal of
+              softmax(cos / 0.01), so that equal responses share one weight;
+              cos compares the token counts of two responses
+  beam        the best quarter, four copies each
 
-A response that has ended takes part until all to its problem have.
+Ended responses take part until all responses to their problem have ended.
 
 Reference: Puri et al. 2025 (particles), arXiv:2502.01618; DORA 2025,
 arXiv:2506.15707, which compares embeddings of another model.
@@ -24,22 +24,22 @@ import numpy as np
 from jaxrl_llm.learner import choices
 from jaxrl_llm.types import Rollout, ended, join_rows, take_rows
 
-_STEPS = 8  # Times that a response of the greatest length is judged.
-_COPIES = 4  # A beam copies a response that often.
+_STEPS = 8  # Number of selections in a response of maximum length.
+_COPIES = 4  # Copies of a response in a beam.
 
-# (chances [n], tokens of the responses as counts [n, V]) -> weights [n].
+# (chances [n], token counts of the responses [n, V]) -> weights [n].
 Weigh = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def odds(chances: np.ndarray, counts: np.ndarray) -> np.ndarray:
-  """Weights of particles, which sum to 1."""
+  """Returns the weights of particles, which sum to 1."""
   del counts
   weights = chances / (1 - chances)
   return weights / weights.sum()
 
 
 def by_direction(chances: np.ndarray, counts: np.ndarray) -> np.ndarray:
-  """Weights of DORA, which sum to 1."""
+  """Returns the weights of DORA, which sum to 1."""
   unit = counts / np.maximum(np.linalg.norm(counts, axis=1, keepdims=True), 1)
   similar = np.exp((unit @ unit.T - 1) / 0.01)
   weights = np.exp((chances - chances.max()) / 0.1)
@@ -48,7 +48,7 @@ def by_direction(chances: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def best(chances: np.ndarray, counts: np.ndarray) -> np.ndarray:
-  """Weights of a beam, which sum to 1."""
+  """Returns the weights of a beam, which sum to 1."""
   del counts
   width = max(len(chances) // _COPIES, 1)
   rank = np.argsort(np.argsort(-chances, kind="stable"))
@@ -58,7 +58,7 @@ def best(chances: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def systematic(weights: np.ndarray) -> np.ndarray:
   """Returns n indices in proportion to n weights that sum to 1.
 
-  Each is there ⌊n w⌋ or ⌈n w⌉ times; a uniform grid takes the place of chance.
+  Each index occurs ⌊n w⌋ or ⌈n w⌉ times; a uniform grid replaces random draws.
   """
   offsets = (np.arange(len(weights)) + 0.5) / len(weights)
   found = np.searchsorted(np.cumsum(weights), offsets)
@@ -72,13 +72,13 @@ def search(
   *,
   weigh: Weigh,
 ) -> Rollout:
-  """Writes responses to their ends, of which the best beginnings go on.
+  """Generates complete responses, continuing only the best prefixes.
 
   Args:
     write: (rows, window=tokens) -> rows, some tokens longer.
-    chance: (B responses) -> chance of each to become correct, in (0, 1).
+    chance: (B responses) -> probability of each to become correct, in (0, 1).
     rollout: B responses without a token, with ascending sample ids.
-    weigh: gives the weights of the responses to a problem.
+    weigh: function that returns the weights of the responses to a problem.
   """
   window = max(rollout.tokens.shape[1] // _STEPS, 1)
   while not (over := ended(rollout)).all():
@@ -98,7 +98,7 @@ def search(
 
 
 def _counts(rollout: Rollout) -> np.ndarray:
-  """Returns how often each token is in a response, [B, V]."""
+  """Returns how often each token occurs in a response, [B, V]."""
   found = zip(rollout.tokens, rollout.lengths)
   size = rollout.tokens.max() + 1
   return np.stack([np.bincount(x[:n], minlength=size) for x, n in found])

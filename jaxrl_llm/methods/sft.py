@@ -1,11 +1,11 @@
-"""Supervised fine-tuning: the data write the responses.
+"""Supervised fine-tuning: the responses come from the data.
 
     L = -log π(y_t), a mean over the answers' tokens of a mini-batch
 
 Differs from the other methods in that nothing is sampled in training: a prompt
-comes with its whole response, whose answer is trained and whose further
-questions are read. No reward is needed; evaluation generates and judges as
-ever. With `estimator.name` other than 'given' the loss is weighted,
+comes with its complete response, in which answers are trained on and further
+questions are only read. No reward is needed; evaluation generates and judges as
+usual. With an `estimator.name` other than 'given' the loss is weighted,
 -A log π(y_t).
 """
 
@@ -25,11 +25,11 @@ from jaxrl_llm.errors import InputError
 
 
 class Demonstrations(PromptSource):
-  """Prompts with the answers of the data as their responses.
+  """Draws prompts with the answers of the data as their responses.
 
-  An answer is a text or messages, of which every one of the assistant is
-  trained, the token that ends it included. Questions between them are read as
-  the template writes them.
+  An answer is a text or messages. All messages of the assistant are trained on,
+  including the token that ends each. Questions between them are only read, as
+  the template formats them.
   """
 
   def __init__(
@@ -45,9 +45,9 @@ class Demonstrations(PromptSource):
     Args:
       *args: arguments of `PromptSource`.
       max_response_length: maximum length of an answer in tokens, as
-        `max_prompt_length` is of a prompt.
-      response_format: format of an answer of text.
-      stop: text of one token that ends such an answer; '' is the end token.
+        `max_prompt_length` is for a prompt.
+      response_format: format of text answers.
+      stop: text of a single token that ends text answers; '' is the end token.
       **settings: arguments of `PromptSource`.
     """
     super().__init__(*args, **settings)
@@ -62,7 +62,7 @@ class Demonstrations(PromptSource):
     return [self.prompt(i, 0) is not None for i in example_ids]
 
   def prompt(self, example_id: int, group_id: int) -> Prompt | None:
-    """Returns the prompt of a row and its response; None if it is dropped.
+    """Returns the prompt of a row with its response; None if it is dropped.
 
     Raises:
       InputError: The row has no answer, or it is too long.
@@ -83,9 +83,9 @@ class Demonstrations(PromptSource):
     )
 
   def _answer(self, prompt: Prompt) -> tuple[list[int], list[bool]]:
-    """Returns the tokens of an answer, and which of them are trained."""
+    """Returns the tokens of an answer, and which of them are trained on."""
     stops = self._stops(prompt.tokens)
-    # Chat templates end every message alike; plain text has no stop token.
+    # Chat templates end all messages with one token; plain text has none.
     end = prompt.tokens[stops[-1]] if stops.size else self._tokenizer.eos_id
     end = end if self._stop is None else self._stop
     tokens, trained, said = [], [], prompt.completion
@@ -103,7 +103,7 @@ class Demonstrations(PromptSource):
     return tokens, trained
 
   def _before(self, prompt, messages, tokens) -> list[int]:
-    """Returns what a template writes between an answer and the next one."""
+    """Returns the template's tokens between an answer and the next one."""
     example = dataclasses.replace(prompt, messages=messages)
     context = self._template(example)
     seen = self._stops([*prompt.tokens, *tokens]).size
@@ -111,16 +111,16 @@ class Demonstrations(PromptSource):
     if stops.size < seen:
       raise InputError(
         f"{prompt.id}: the chat template must end every answer with a stop"
-        " token, or turns cannot be separated; give one answer a row"
+        " token, or turns cannot be separated; give one answer per row"
       )
     return list(context[stops[seen - 1] + 1 :])
 
   def _stops(self, tokens: Sequence[int]) -> np.ndarray:
-    """Returns the places of stop tokens."""
+    """Returns the positions of stop tokens."""
     return np.flatnonzero(np.isin(tokens, self._tokenizer.stop_tokens))
 
   def _text(self, example: Example) -> str:
-    """Returns an answer of text."""
+    """Returns the text of a text answer."""
     said, text = example.completion, self._format
     if "{completion}" in text and not (isinstance(said, str) and said):
       raise InputError(
@@ -133,19 +133,19 @@ class Demonstrations(PromptSource):
 
 
 def _is_conversation(said: Any) -> bool:
-  """Whether an answer is messages, of which the first is the assistant's."""
+  """Returns whether an answer is messages that begin with the assistant's."""
   if not rows.is_conversation(said):
     return False
   return said[0]["role"] == "assistant"
 
 
 def given(mask) -> jax.Array:
-  """Advantages of 1, [B, T]: every token is as it should be."""
+  """Advantages of 1 at every token of a demonstration, [B, T]."""
   return mask.astype(jnp.float32)
 
 
 def likelihood(logprobs, advantages) -> losses.ClippedPolicyLoss:
-  """-A log π, without a ratio: no policy wrote the tokens."""
+  """Loss -A log π without a ratio, as no policy sampled the tokens."""
   return losses.policy_gradient_loss(logprobs, logprobs, advantages)
 
 

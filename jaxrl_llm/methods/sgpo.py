@@ -1,14 +1,14 @@
-"""sGPO: a profile of the data decides what is asked, when and how often.
+"""sGPO: a profile of the data selects, orders and repeats prompts.
 
-The initial policy answers every training question k times beforehand
-(scripts/evaluate.py --out). With the rate p of a question,
+The initial policy answers every training question k times before the run
+(scripts/evaluate.py --out). Let p be the solve rate of a question:
 
-  * p > 3/4 is left out, and nine of ten with p = 0;
-  * the others get min(8, max(2, 2^⌈log₂ 1/p⌉)) tries,
-  * and come in thirds, from easy to hard, each shuffled.
+  * questions with p > 3/4 are left out, as are nine of ten with p = 0;
+  * the others get min(8, max(2, 2^⌈log₂ 1/p⌉)) responses each;
+  * they are ordered in thirds from easy to hard, each third shuffled.
 
-Differs from DARS in that hard prompts are known before the run, whose steps
-sample each prompt once.
+Differs from DARS in that hard prompts are known before the run, so a step draws
+each prompt only once.
 
 Reference: Sudalairaj et al. 2026 (sGPO), arXiv:2606.08854.
 """
@@ -31,18 +31,18 @@ _EASY, _UNSOLVED_SHARE, _MOST, _THIRDS = 0.75, 0.1, 8, 3
 
 
 def tries_of(rate: float) -> int:
-  """Returns the tries of a question that is solved at a rate."""
+  """Returns the number of responses to a question with a given solve rate."""
   if not rate:
     return _MOST
   return min(_MOST, max(2, 2 ** math.ceil(math.log2(1 / rate))))
 
 
 def order_of(rates: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  """Returns the questions to ask in their order, int [n <= P].
+  """Returns the indices of the selected questions in order, int [n <= P].
 
   Args:
-    rates: [P].
-    rng: chooses among the unsolved, and shuffles.
+    rates: [P], solve rates.
+    rng: selects unsolved questions, and shuffles.
   """
   unsolved = rng.permutation(np.flatnonzero(rates == 0))
   kept = np.flatnonzero((rates > 0) & (rates <= _EASY))
@@ -54,20 +54,20 @@ def order_of(rates: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 class Profiled(PromptSource):
-  """Draws prompts in the order of a profile, and again from its beginning."""
+  """Draws prompts repeatedly in the order of a profile."""
 
   def __init__(self, *args: Any, profile: str, seed: int, **settings: Any):
     """Reads the profile.
 
     Args:
       *args: arguments of `PromptSource`.
-      profile: file with `question`, `correct` and `samples` in a line.
+      profile: JSON lines file with `question`, `correct` and `samples`.
       seed: seed of the order.
       **settings: arguments of `PromptSource`.
 
     Raises:
-      InputError: The file cannot be read, lacks a question of the data or
-        leaves none to ask.
+      InputError: The file cannot be read, lacks a question of the data, or
+        leaves no question to train on.
     """
     import grain  # Only training draws prompts.
 
@@ -86,11 +86,11 @@ class Profiled(PromptSource):
 
 
 def _read(profile: str, source: Source) -> np.ndarray:
-  """Returns the rate of each example, [P]."""
+  """Returns the solve rate of each example, [P]."""
   rates = {}
   for where, fields in rows.read_rows(pathlib.Path(profile)):
     wrong = f"{where}: not a line of a profile"
-    advice = "write it by scripts/evaluate.py --out"
+    advice = "write it with scripts/evaluate.py --out"
     with as_input_error(wrong, advice, KeyError, TypeError, ZeroDivisionError):
       rates[fields["question"]] = fields["correct"] / fields["samples"]
   asked = [source[i].question for i in range(len(source))]
@@ -98,7 +98,7 @@ def _read(profile: str, source: Source) -> np.ndarray:
   if missing:
     raise InputError(
       f"{profile}: no line for {missing[0]!r} ({len(missing)} of {len(asked)}"
-      " questions); profile the training data by scripts/evaluate.py --out"
+      " questions); profile the training data with scripts/evaluate.py --out"
     )
   return np.array([rates[question] for question in asked])
 

@@ -1,14 +1,14 @@
-"""Turn-level GAE: a turn of an environment is one action.
+"""Turn-level GAE: each turn of the model is one action.
 
     δ_k = r_k + γ V(s_{k+1}) - V(s_k),   A_k = δ_k + γ λ A_{k+1}
 
 s_k is the state before the first token of turn k and r_k the sum of the turn's
-rewards; every token of the turn has its advantage, and the critic learns at
-first tokens alone. Differs from GAE in the number of steps: λ decays over
-turns, of which there are few, and not over tokens. A turn is a run of tokens
-that the policy wrote; a response without an environment is a single turn.
+rewards; all tokens of a turn share its advantage, and the critic is trained
+only at first tokens. Differs from GAE in the number of steps: λ decays over a
+few turns instead of many tokens. A turn is a contiguous run of tokens sampled
+by the policy; a response without an environment is a single turn.
 
-Known to us from public code, without a paper.
+Based on public code; we know of no paper.
 """
 
 import jax
@@ -24,7 +24,7 @@ def turn_starts(mask) -> jax.Array:
 
 
 def make_estimator(settings: choices.Settings) -> Part:
-  """Returns GAE over turns, advantages [B, T], with the inputs of GAE."""
+  """Returns GAE over turns, advantages [B, T], as a part with GAE's inputs."""
   gae = choices.ESTIMATORS["gae"](settings)
 
   def turn_gae(token_rewards, values, mask, *others) -> jax.Array:

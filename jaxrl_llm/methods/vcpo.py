@@ -1,12 +1,12 @@
-"""VCPO: stale responses with less variance.
+"""VCPO: reduces the variance of training on stale responses.
 
     A_i = R_i - b_i,   b_i = Σ_{j≠i} w_j² g_j² R_j / Σ_{j≠i} w_j² g_j²
     step *= min(1, √(ρ / reference)),   ρ = (Σ w)² / (n Σ w²)
 
-w is the importance weight of a whole response and g the norm of its gradient.
-Differs from RLOO in the baseline, which has the least variance off policy, and
-in the step, which shrinks when few responses carry the weight. The baseline
-leaves out the response itself, which the authors' code includes.
+w is the importance weight of a complete response and g the norm of its
+gradient. Differs from RLOO in the baseline, which minimises the variance
+off-policy, and in the step size, which shrinks when few responses have most of
+the weight. The baseline excludes the response itself, unlike the authors' code.
 
 Reference: Huang et al. 2026, arXiv:2602.17616.
 """
@@ -25,14 +25,14 @@ from jaxrl_llm.learner import choices, estimates, packing, parts, providers
 from jaxrl_llm.system import processes
 from jaxrl_llm.types import Rollout, take_rows
 
-# `estimator.gradient_norms` -> input that gives ‖∇ log π‖² of each response up
-# to a constant factor. Tokens with orthogonal gradients of equal norm would
-# make it the length.
+# `estimator.gradient_norms` -> input with ‖∇ log π‖² of each response up to a
+# constant factor. For tokens with orthogonal gradients of equal norm, it would
+# be the length.
 SQUARED_NORMS = {"length": "own_lengths", "exact": "squared_gradient_norms"}
 
 
 def sequence_weights(old_logprobs, behavior_logprobs, mask) -> jax.Array:
-  """Returns π_old / π_behaviour of whole responses, [B], not truncated."""
+  """Returns π_old / π_behav of complete responses, [B], not truncated."""
   log_ratio = jnp.where(mask, old_logprobs - behavior_logprobs, 0.0)
   return jnp.exp(jnp.clip(jnp.sum(log_ratio, axis=1), -20.0, 20.0))
 
@@ -40,10 +40,10 @@ def sequence_weights(old_logprobs, behavior_logprobs, mask) -> jax.Array:
 def optimal_baseline(
   token_rewards, mask, squared_norms, groups, old_logprobs, behavior_logprobs
 ) -> jax.Array:
-  """Rewards minus the baseline of least variance off policy, [B, T].
+  """Rewards minus the off-policy baseline of minimum variance, [B, T].
 
   The importance weights of the baseline are not truncated, unlike those of the
-  loss; any baseline that leaves the response itself out is unbiased.
+  loss; any baseline that excludes the response itself is unbiased.
   """
   rewards = estimates.outcome(token_rewards)
   baseline = estimators.optimal_baseline(
@@ -57,7 +57,7 @@ def optimal_baseline(
 
 
 def make_estimator(settings: choices.Settings) -> parts.Part:
-  """Returns the part with the chosen norms; exact ones cost a backward pass."""
+  """Makes the part with the chosen norms; exact norms cost a backward pass."""
   norms = SQUARED_NORMS[settings["gradient_norms"]]
   return parts.part(optimal_baseline, settings, squared_norms=norms)
 
@@ -72,8 +72,8 @@ def ess_step_scale(
 ) -> jax.Array:
   """Factor of a step, min(1, √(effective sample ratio / reference)).
 
-  A mini-batch whose weights leave fewer samples than usual moves less; one
-  that leaves more moves no farther than the learning rate says.
+  A mini-batch with fewer effective samples than the reference takes a smaller
+  step; one with more never exceeds the learning rate.
   """
   weights = sequence_weights(old_logprobs, behavior_logprobs, policy_mask)
   ratio = losses.effective_sample_ratio(weights, jnp.any(policy_mask, axis=1))
@@ -89,14 +89,14 @@ def score_gradient_norms(
 ) -> jax.Array:
   """Gradient norm ‖∇ log π‖ of each micro-batch's response, float32 [M].
 
-  One gradient at a time, at the memory of one and the time of M backward
-  passes. 0 for a micro-batch without a response.
+  Gradients are computed one after the other, which needs the memory of one
+  gradient and the time of M backward passes. 0 for an empty micro-batch.
 
   Args:
-    params: policy parameters; the gradient is that of the trained ones.
+    params: policy parameters; the gradient is with respect to the trained ones.
     packed: micro-batches of one response each, see `one_by_one`.
-    temperature: that the responses were sampled at.
-    fns: the policy.
+    temperature: sampling temperature of the responses.
+    fns: functions of the policy.
   """
 
   def logprob(trained, rows):
@@ -113,7 +113,7 @@ def score_gradient_norms(
 
 @functools.cache
 def _norms(fns: models.ModelFns, mesh: jax.sharding.Mesh):
-  """Jits (params, packed one by one, temperature) -> [M]."""
+  """Returns jitted (params, result of `one_by_one`, temperature) -> [M]."""
   score = functools.partial(score_gradient_norms, fns=fns)
   return jax.jit(score, out_shardings=sharding.replicated(mesh))
 
@@ -121,12 +121,12 @@ def _norms(fns: models.ModelFns, mesh: jax.sharding.Mesh):
 def one_by_one(
   rollout: Rollout, *, capacity: int, rows: int, micro_batches: int
 ) -> models.PackedRows:
-  """Packs each of B >= 1 samples alone into a micro-batch, [M, r, C].
+  """Packs each of B >= 1 samples into its own micro-batch, [M, r, C].
 
   Args:
     rollout: B samples.
     capacity: tokens per row, C; at least the longest sample.
-    rows: rows per micro-batch, r; all but the first are empty.
+    rows: rows per micro-batch, r; all but the first row are empty.
     micro_batches: static number of micro-batches, M, at least B.
   """
   each = [
@@ -149,14 +149,14 @@ def one_by_one(
 
 
 def gradient_norms(scoring: providers.Scoring) -> np.ndarray:
-  """Provides ‖∇ log π‖ of the responses of mini-batches, [B]; 0 of others."""
+  """Provides ‖∇ log π‖ of responses in mini-batches, [B]; 0 for the others."""
   rollout, mesh = scoring.rollout, scoring.learner.mesh
   policy = scoring.learner.policy
   out = np.zeros(len(rollout.lengths), np.float32)
   arguments = policy.training.arguments(scoring.learner.settings, scoring.state)
   lengths = rollout.prompt_lengths + rollout.lengths
   longest = rollout.prompt_tokens.shape[1] + rollout.tokens.shape[1]
-  # Rows of three lengths: most responses are far from the longest.
+  # Three row lengths: most responses are far shorter than the longest.
   sizes = itertools.pairwise((0, longest // 4, longest // 2, longest))
   batches = scoring.mini_batches["policy"]
   for batch, (shorter, size) in itertools.product(batches, sizes):

@@ -1,10 +1,10 @@
-"""XRPO: correct responses that were unlikely get more.
+"""XRPO: a novelty bonus for unlikely correct responses.
 
     A_i += min(max(1 - exp(s_i - mean s), 0), A_i)   where correct and A_i > 0
 
-s is the mean log-prob of a response's tokens, the mean is over its group.
-Differs from GRPO in this term alone; the authors also distribute tries by the
-uncertainty of a prompt's mean reward, for which see DARS and GDRO.
+s is the mean log-prob of a response's tokens, and the mean is over its group.
+Differs from GRPO only in this term. The authors also allocate responses by the
+uncertainty of a prompt's mean reward; see DARS and GDRO for that.
 
 Reference: Bamba et al. 2025 (XRPO), arXiv:2510.06672.
 """

@@ -1,7 +1,7 @@
-"""Metrics of a run: measuring, writing and display.
+"""Metrics of a run: measurement, logging and display.
 
-`MetricsLogger` fans one row a step out to `metrics.jsonl`, trackers and the
-console. `Health` warns of what the rows show to go wrong. Needs no accelerator.
+`MetricsLogger` sends one row per step to `metrics.jsonl`, trackers and the
+console. `Health` warns of problems that show in the rows. Needs no accelerator.
 """
 
 from jaxrl_llm.metrics.console import printable as printable

@@ -17,11 +17,11 @@ import rich.text
 
 from jaxrl_llm.metrics.samples import Sample, sample_lines
 
-# Phases that a log does not announce, as they are short.
+# Short phases, which a log does not announce.
 _QUIET = ("", "between phases", "data", "wait", "sync")
-# A compilation of fewer seconds is not mentioned in a log.
+# Shorter compilations are not mentioned in a log.
 _LONG_COMPILATION_S = 5.0
-# Label, metric, format. A metric that a run does not log is not shown.
+# Label, metric and format; metrics that a run does not log are not shown.
 _FIELDS = (
   ("reward", "reward/mean", ".3f"),
   ("accuracy", "reward/accuracy", ".3f"),
@@ -36,14 +36,14 @@ def printable(text: str, *, encoding: str = "utf-8") -> str:
   """Escapes text that could control a terminal.
 
   Args:
-    text: any string, also one with control characters or lone surrogates.
+    text: any string; may have control characters or lone surrogates.
     encoding: encoding of the terminal.
 
   Returns:
     The text with unsafe and unencodable characters as backslash escapes.
   """
-  # Non-printable characters can move the cursor or disguise the text after them
-  # (bidirectional overrides); spaces of other widths are harmless.
+  # Non-printable characters can move the cursor or disguise the text that
+  # follows (bidirectional overrides); spaces of other widths are harmless.
   safe = "".join(
     c
     if c.isprintable() or unicodedata.category(c) == "Zs"
@@ -57,7 +57,8 @@ class Bar(rich.progress.Progress):
   """A progress bar with text, on terminals that can redraw it.
 
   Attributes:
-    disable: whether there is no such terminal; write lines instead.
+    disable: True if the stream is not such a terminal; lines are written
+      instead.
   """
 
   def __init__(self, total: int, stream: TextIO, clock: Callable[[], float]):
@@ -75,7 +76,7 @@ class Bar(rich.progress.Progress):
     self._task = self.add_task("", total=total)
 
   def show(self, done: int, text: str) -> None:
-    """Redraws the bar with this much done and this text."""
+    """Redraws the bar with the given progress and text."""
     self.update(self._task, completed=done, description=text)
 
   def write(self, text: str) -> None:
@@ -86,7 +87,7 @@ class Bar(rich.progress.Progress):
 
 
 class ConsoleWriter:
-  """Shows a run: live on a terminal, one line per step elsewhere."""
+  """Shows the progress of a run: a live bar, or else one line per step."""
 
   def __init__(
     self,
@@ -98,8 +99,8 @@ class ConsoleWriter:
     """Starts the display.
 
     Args:
-      total_steps: the step at which the run is done.
-      stream: where to write; standard output if None.
+      total_steps: last step of the run.
+      stream: output stream; standard output if None.
       clock: returns seconds; only differences matter.
     """
     self._total, self._clock = total_steps, clock
@@ -127,7 +128,7 @@ class ConsoleWriter:
     self._bar.write(text)
 
   def phase(self, name: str) -> None:
-    """Shows the phase; a log has a line at the first time of each one."""
+    """Shows the phase; without a bar, only its first occurrence, as a line."""
     self._phase = name
     if self._bar.disable and name not in {*self._begun, *_QUIET}:
       self.event(f"{name} ...")
@@ -140,7 +141,7 @@ class ConsoleWriter:
     self._show()
 
   def compiled(self, program: str, seconds: float) -> None:
-    """Learns that it is; a log has a line if it took long."""
+    """Records the end of a compilation; without a bar, reports long ones."""
     self._program = ""
     if self._bar.disable and seconds >= _LONG_COMPILATION_S:
       self.event(f"compiled {program} in {seconds:.0f} s")
@@ -156,7 +157,7 @@ class ConsoleWriter:
     self._bar.stop()
 
   def _parts(self) -> list[str]:
-    """Returns the parts of the progress line that the current row has."""
+    """Returns the non-empty parts of the progress line."""
     parts = (
       f"step {self._step}/{self._total}",
       _headline(self._row),
@@ -167,7 +168,7 @@ class ConsoleWriter:
     return [part for part in parts if part]
 
   def _left(self) -> str:
-    """Returns the time left by the median step, robust to compilation."""
+    """Estimates the time left from the median step, robust to compilation."""
     times = [after - before for before, after in itertools.pairwise(self._ends)]
     steps = max(self._total - self._step, 0)
     return duration(steps * statistics.median(times) if times else None)
@@ -182,7 +183,7 @@ def _headline(metrics: Mapping[str, float]) -> str:
 
 
 def _health(metrics: Mapping[str, float]) -> str:
-  """Returns the warnings that hold at this step, including quiet ones."""
+  """Returns the active warnings of this step, including quiet ones."""
   names = [name for name in metrics if name.startswith("health/")]
   rules = [name.removeprefix("health/").replace("_", " ") for name in names]
   return f"health: {', '.join(rules)}" if rules else ""

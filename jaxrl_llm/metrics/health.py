@@ -1,7 +1,7 @@
-"""Warnings about a failing run, each with a setting to change.
+"""Warnings about a failing run, each with settings to change.
 
-Every rule is a pure function of the rows of metrics, so the warnings of a run
-depend on its rows alone: replaying them gives the same warnings again.
+Every rule is a pure function of the rows of metrics, so replaying the rows of a
+run reproduces its warnings.
 """
 
 import collections
@@ -10,41 +10,42 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Thresholds, here and in the table of rules. They are meant to be right when
-# they speak: runs that learn, with batches of 32 to 512 responses, stay below
-# them except for real spikes.
+# Thresholds, here and in the table of rules, are set to avoid false alarms:
+# runs that learn, with batches of 32 to 512 responses, stay below them except
+# for real spikes.
 
-# Nats per token. A response of a hundred tokens is then nearly the same each
-# time it is sampled. Below it is only bad while answers are still wrong.
+# Nats per token: a response of a hundred tokens is then nearly the same each
+# time it is sampled. This is bad only while answers are still wrong.
 ENTROPY_LOW = 0.05
-# From here on low entropy is what a learnt task looks like.
+# Above this accuracy, low entropy is normal for a learned task.
 ACCURACY_HIGH = 0.7
-# Entropy divided by this within ENTROPY_STEPS, without gain, is a collapse;
-# runs that learn well lose a factor of 4, and gain accuracy for it.
+# A fall of entropy by this factor within ENTROPY_STEPS, without a gain in
+# accuracy, is a collapse; runs that learn well lose a factor of 4 but improve.
 ENTROPY_FELL = 5.0
 ENTROPY_STEPS = 10
-# Accuracy that must be gained for a fall of entropy or length to be learning.
+# Gain in accuracy that makes a fall of entropy or length normal learning.
 ACCURACY_GAIN = 0.05
-# Rows without any contrast before it is no chance of a small batch. The first
-# rows of a run need no such patience: there it is a fault of the setup.
+# Consecutive rows with equal rewards that rule out chance in small batches. In
+# the first row of a run a single one suffices: the setup is then at fault.
 SAME_REWARDS_STEPS = 3
-# Standard deviation of equal rewards, which rounding keeps from being 0.
+# Maximum standard deviation of equal rewards, which is not 0 due to rounding.
 SAME_REWARDS_SPREAD = 1e-5
-# A useful critic on hard data wanders around 0; it is below for a row or two.
+# A useful critic on hard data fluctuates around 0: it may be below for a row or
+# two.
 EXPLAINED_VARIANCE_STEPS = 5
-# Nats per token: a jump is a multiple of what is usual, and not tiny; the
-# highest one needs no comparison.
+# Nats per token: a jump is a multiple of the usual KL and not tiny; above
+# KL_HIGH, it needs no comparison.
 KL_TIMES_USUAL = 10.0
 KL_NOT_TINY = 0.02
 KL_HIGH = 0.1
 KL_USUAL_STEPS = 20
-# Rows that say what is usual.
+# Minimum number of rows that define the usual KL.
 FEWEST_USUAL_STEPS = 5
 # Lengths are compared with the first of the window: a fall may take few steps.
 LENGTH_FELL = 2.0
-# Rows that a rule looks back on, the newest included.
+# Number of rows that a rule sees, including the newest.
 WINDOW = 60
-# Number of rows in a median; one odd batch is not a collapse.
+# Number of rows in a median: a single outlier batch is not a collapse.
 NOW_STEPS = 3
 
 # Steps after which a warning that still holds is repeated.
@@ -52,18 +53,18 @@ COOLDOWN_STEPS = 50
 # Steps after which a warning that no longer holds is cleared.
 CLEARED_STEPS = 10
 
-# Gets, for each metric that a rule needs, the values of the latest rows that
-# have all of them, oldest first, this row's last. Returns what is wrong, with
-# the numbers, or None.
+# Function of the values of each metric that a rule needs, over the latest rows
+# that have all of them, oldest first. Returns a description of the problem with
+# its numbers, or None.
 Find = Callable[..., str | None]
 
 
 class Rule(NamedTuple):
-  """A warning: the metrics it needs, its condition and its text."""
+  """A warning: the metrics it needs, its condition and its advice."""
 
   needs: tuple[str, ...]
   find: Find
-  advice: str  # Why it matters, and which keys of the config to turn.
+  advice: str  # Why it matters, and which settings to change.
 
 
 def above(limit: float, text: str, *, rows: int = 1) -> Find:
@@ -77,9 +78,10 @@ def above(limit: float, text: str, *, rows: int = 1) -> Find:
 
 
 def same_rewards(accuracy: float, text: str) -> Find:
-  """Warns if all responses have equal rewards, in the first or several rows.
+  """Warns if all rewards are equal, in the first row or in several in a row.
 
-  Numeric rewards may differ even if all responses are correct, or incorrect.
+  The rewards are checked too: numeric rewards may differ even if all responses
+  are correct, or all incorrect.
   """
 
   def find(accuracies: Sequence[float], spreads: Sequence[float]) -> str | None:
@@ -97,7 +99,7 @@ def same_rewards(accuracy: float, text: str) -> Find:
 def entropy_collapse(
   entropies: Sequence[float], accuracies: Sequence[float]
 ) -> str | None:
-  """Warns of low or quickly falling entropy while answers are still wrong."""
+  """Warns of low or quickly falling entropy while accuracy is still low."""
   now, accuracy = _now(entropies), _now(accuracies)
   if accuracy >= ACCURACY_HIGH or len(entropies) < NOW_STEPS:
     return None
@@ -116,7 +118,7 @@ def entropy_collapse(
 
 
 def explained_variance(variances: Sequence[float]) -> str | None:
-  """Warns if the critic is worse than a constant several times in a row."""
+  """Warns if the critic is worse than a constant in several rows in a row."""
   latest = variances[-EXPLAINED_VARIANCE_STEPS:]
   if len(latest) < EXPLAINED_VARIANCE_STEPS or max(latest) >= 0:
     return None
@@ -137,7 +139,7 @@ def kl_jump(divergences: Sequence[float]) -> str | None:
 def length_collapse(
   lengths: Sequence[float], accuracies: Sequence[float]
 ) -> str | None:
-  """Warns if responses became much shorter and no better."""
+  """Warns if responses became much shorter without becoming more accurate."""
   if len(lengths) < 2 * NOW_STEPS:
     return None
   now, before = _now(lengths), _now(lengths[:NOW_STEPS])
@@ -159,30 +161,32 @@ def _now(values: Sequence[float]) -> float:
 RULES = {
   "entropy_collapse": Rule(("policy/entropy", "reward/accuracy"),
     entropy_collapse,
-    "the responses to a prompt become one, so nothing new is tried; raise"
-    " loss.clip_high, loss.entropy_coefficient or sampler.temperature, or lower"
-    " optimizer.policy.learning_rate"),
+    "the responses to a prompt become identical, so nothing new is explored;"
+    " raise loss.clip_high, loss.entropy_coefficient or sampler.temperature, or"
+    " lower optimizer.policy.learning_rate"),
   "all_wrong": Rule(("reward/accuracy", "reward/std"),
-    same_rewards(0.0, "no response was right"),
+    same_rewards(0.0, "no response was correct"),
     "there is nothing to learn from; see samples.jsonl, check reward.name and"
-    " data.template, choose easier problems by data.settings, or raise"
+    " data.template, choose easier problems with data.settings, or raise"
     " data.group_size"),
   "all_right": Rule(("reward/accuracy", "reward/std"),
-    same_rewards(1.0, "every response was right"),
-    "there is nothing left to learn; choose harder problems by data.settings or"
-    " data.path, or end the run by run.steps; see samples.jsonl for a reward"
-    " that is too easy"),
+    same_rewards(1.0, "every response was correct"),
+    "there is nothing left to learn; choose harder problems with data.settings"
+    " or data.path, or end the run with run.steps; check samples.jsonl for a"
+    " reward that is too lenient"),
   "reward_errors": Rule(("reward/errors",),
     above(0, "the reward failed on {:.0f} responses"),
-    "they are neither right nor wrong, and nothing is learned from them; see"
-    " `error` in samples.jsonl, correct what reward.name or environment.name"
-    " names, or raise reward.deadline_s or environment.deadline_s"),
-  # A third of them without an end teaches to be short, not to be right.
+    "they count as neither correct nor incorrect, and nothing is learned from"
+    " them; see `error` in samples.jsonl, fix the reward or environment that"
+    " reward.name or environment.name selects, or raise reward.deadline_s or"
+    " environment.deadline_s"),
+  # With a third of the responses cut off, the policy learns to be short, not to
+  # be correct.
   "overlong": Rule(("rollout/overlong_fraction",),
     above(0.3, "{:.0%} of the responses hit the maximum length", rows=3),
-    "they are cut, mostly before an answer that could be judged; raise"
+    "they are cut off, mostly before an answer that could be judged; raise"
     " sampler.max_response_length, set sampler.stop if they ramble on after the"
-    " answer, or leave them out by loss.overlong_filter"),
+    " answer, or exclude them with loss.overlong_filter"),
   "explained_variance": Rule(("value/explained_variance",), explained_variance,
     "the critic is worse than a constant and adds noise to the advantages;"
     " raise value.pretrain_steps or optimizer.value.epochs, or lower"
@@ -192,42 +196,44 @@ RULES = {
   "sampler_mismatch": Rule(("sampler_trainer/logprob_diff_mean",),
     above(0.05, "log-probabilities of sampler and trainer differ by {:.3g} nats"
       " per token"),
-    "the policy is trained on responses that it would not write; set"
+    "the policy is trained on responses of a different policy; set"
     " model.sampler_dtype, model.cache_dtype or model.dtype to float32"),
   "kl_jump": Rule(("policy/approx_kl",), kl_jump,
-    "one step may undo many; lower optimizer.policy.learning_rate or"
-    " optimizer.policy.max_grad_norm"),
+    "a single large step may undo many steps of progress; lower"
+    " optimizer.policy.learning_rate or optimizer.policy.max_grad_norm"),
   # Single rare tokens reach 30 in healthy runs.
   "ratio_explosion": Rule(("policy/ratio_max",),
     above(100, "a token's probability ratio reached {:.3g}"),
-    "clipping bounds the gain of such tokens, not their loss; lower"
+    "clipping bounds the gain from such tokens, not their loss; lower"
     " optimizer.policy.learning_rate or optimizer.policy.epochs, or set"
     " loss.dual_clip"),
   "length_collapse": Rule(("rollout/response_length_mean", "reward/accuracy"),
     length_collapse,
-    "the policy learns to stop, not to solve; raise value.pretrain_steps, set"
-    " estimator.lambda_value to 1, or lower optimizer.policy.learning_rate"),
+    "the policy learns to stop early, not to solve; raise value.pretrain_steps,"
+    " set estimator.lambda_value to 1, or lower"
+    " optimizer.policy.learning_rate"),
   "suspect_host": Rule(("host/suspect",),
     above(-1, "process {:.0f} is slow, silent or uses far more memory"),
-    "the others wait for it; its own line says in what it differs and since"
-    " when; replace it, or let a scheduler do so by run.on_suspect='stop'"),
+    "the other processes wait for it; a separate line says how it differs and"
+    " since when; replace it, or let a scheduler do so with"
+    " run.on_suspect='stop'"),
 }
 # fmt: on
 
 
 class Health:
-  """Checks the row of each step against the rules; made once per run.
+  """Checks the row of each step against the rules; one per run.
 
   A rule warns when it starts to hold, and again every `COOLDOWN_STEPS` while it
-  holds. It restarts after not holding for `CLEARED_STEPS`. A rule is skipped in
-  rows that lack one of its metrics; NaN counts as lacking.
+  holds. It is reset after not holding for `CLEARED_STEPS`. A rule is skipped in
+  rows that lack one of its metrics; NaN counts as missing.
   """
 
   def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
-    """Continues from earlier rows of `read_rows`."""
+    """Continues from earlier rows, as returned by `read_rows`."""
     self._seen = {name: collections.deque(maxlen=WINDOW) for name in RULES}
-    self._held = {}  # Step at which a rule held last, by its name.
-    self._said = {}  # Step at which its warning was not quiet.
+    self._held = {}  # Rule -> step at which it last held.
+    self._said = {}  # Rule -> step of its last reported warning.
     for row in rows:
       self.check(row["step"], row)
 
@@ -242,7 +248,7 @@ class Health:
 
     Returns:
       (metrics `health/RULE` = 1.0 for every rule that holds; new warnings: the
-      observation, its importance, and the setting to change).
+      observation, why it matters, and the settings to change).
     """
     holds, warnings = {}, []
     for name, rule in RULES.items():
@@ -272,7 +278,7 @@ def _value(row: Mapping[str, Any], name: str) -> float | None:
   """Returns a metric; None if it is absent or NaN. Infinity is kept."""
   value = row.get(name)
   if value is None:
-    # Rows of the file keep values that JSON lacks in a field of their own.
+    # Rows of the file keep values that JSON lacks in a separate field.
     value = row.get("nonfinite", {}).get(name, math.nan)
   value = float(value)
   return None if math.isnan(value) else value

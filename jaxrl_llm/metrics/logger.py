@@ -14,14 +14,14 @@ from jaxrl_llm.metrics.watchdog import Watchdog
 from jaxrl_llm.metrics.writers import JsonlWriter, NullWriter, number
 
 _PHASES = ("time/", "host/")
-_SHOWN = 4  # Responses of a step on the console.
+_SHOWN = 4  # Number of responses shown on the console.
 
 
 class PhaseLogger(contextlib.ExitStack):
-  """The logger of processes other than the first: times of phases only.
+  """Logger of processes other than the first: logs only phase times.
 
   Attributes:
-    more: returns further metrics of a step; none unless it is set.
+    more: returns additional metrics of a step; none by default.
     watchdog: watches the phases.
   """
 
@@ -37,8 +37,8 @@ class PhaseLogger(contextlib.ExitStack):
     """Watches the phases.
 
     Args:
-      times: new JSONL file for the times of this process; '' is none.
-      role: role of this process, in each line of that file.
+      times: new JSONL file for the phase times of this process; '' for none.
+      role: role of this process, written to each line of that file.
       stuck_after_s: time limit of a phase, see `Watchdog`.
     """
     super().__init__()
@@ -70,16 +70,16 @@ class PhaseLogger(contextlib.ExitStack):
     return NullWriter()
 
   def phase(self, name: str) -> None:
-    """Learns that a phase of the step begins."""
+    """Records that a phase of the step begins."""
     self.watchdog.enter(name)
 
 
 class MetricsLogger(PhaseLogger):
-  """The files of a run, its trackers and the console; a context manager.
+  """Logs to the files of a run, its trackers and the console.
 
-  Results of an evaluation are further keys of the step's row:
-  `eval/SET/avg@k`, `eval/SET/avg@k_se`, `eval/SET/pass@k`. On leaving, every
-  writer is closed, also when one of them fails to.
+  A context manager: on exit, every writer is closed, even if closing another
+  one fails. Results of an evaluation are additional keys of the step's row:
+  `eval/SET/avg@k`, `eval/SET/avg@k_se`, `eval/SET/pass@k`.
   """
 
   def __init__(
@@ -98,11 +98,11 @@ class MetricsLogger(PhaseLogger):
     Args:
       workdir: directory of `metrics.jsonl` and `samples.jsonl`.
       total_steps: last step of the run.
-      last_step: step of the checkpoint that is resumed; -1 for none. Rows of
+      last_step: step of the checkpoint to resume from; -1 for none. Rows of
         later steps are dropped.
-      tracked_by: names of `trackers.TRACKERS`.
+      tracked_by: keys of `trackers.TRACKERS`.
       settings: settings of the run, for trackers that show them.
-      stream: where to show progress; standard output if None.
+      stream: output stream of the console; standard output if None.
       **watched: times and stuck_after_s, as in `PhaseLogger`.
     """
     super().__init__(**watched)
@@ -140,6 +140,6 @@ class MetricsLogger(PhaseLogger):
     return JsonlWriter(path)
 
   def phase(self, name: str) -> None:
-    """Learns that a phase of the step begins."""
+    """Records and shows that a phase of the step begins."""
     self._console.phase(name)
     super().phase(name)

@@ -16,17 +16,17 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def pass_at_k(num_correct: Iterable[int], n: int, k: int) -> np.ndarray:
-  """Estimates the chance that one of k samples is correct, without bias.
+  """Unbiased estimate of the probability that any of k samples is correct.
 
     pass@k = 1 − C(n − c, k) / C(n, k)
 
   Args:
-    num_correct: [N], correct samples c of each problem, 0 to n.
-    n: samples drawn for each problem.
-    k: samples a user would draw, 1 to n.
+    num_correct: [N], number of correct samples c of each problem, 0 to n.
+    n: number of samples drawn for each problem.
+    k: number of samples a user would draw, 1 to n.
 
   Returns:
-    float64 [N], one estimate a problem; average them over a data set.
+    float64 [N], one estimate per problem; average them over a dataset.
 
   Reference: Chen et al. 2021, arXiv 2107.03374, equation 1.
   """
@@ -37,8 +37,8 @@ def pass_at_k(num_correct: Iterable[int], n: int, k: int) -> np.ndarray:
 def mean_and_standard_error(values: npt.ArrayLike) -> tuple[float, float]:
   """Returns the mean of independent values and its standard error.
 
-  The error is nan for a single value. Use accuracies of problems, not of
-  samples: samples of one problem are correlated.
+  The error is NaN for a single value. Pass accuracies of problems, not of
+  samples, because samples of one problem are correlated.
 
   Reference: Miller 2024, arXiv 2411.00640, section 2.2 (clustered errors).
   """
@@ -52,8 +52,8 @@ def mean_and_standard_error(values: npt.ArrayLike) -> tuple[float, float]:
 class PhaseTimer:
   """Measures the times of the phases of a step.
 
-  Repeated phases add up. A phase must wait for its own results
-  (`jax.block_until_ready`), or their time counts for the next one.
+  Repeated phases add up. A phase must wait for its results
+  (`jax.block_until_ready`), or their time is attributed to the next phase.
   """
 
   def __init__(
@@ -69,10 +69,10 @@ class PhaseTimer:
 
     Args:
       clock: returns seconds; only differences matter.
-      compiles: measures compilation, and counts it in every step.
+      compiles: measures compilation time and counts compilations per step.
       waited: returns the seconds that the calling thread has waited for devices
         and other processes so far; each phase's `host/<name>_s` is then the
-        time in which it did not.
+        time it did not wait.
       spent: seconds by phase to add to the first step.
       on_enter: called with the name of each phase at its start and, at its end,
         with the enclosing phase or 'between phases'.
@@ -80,7 +80,7 @@ class PhaseTimer:
     self._clock, self._compiles = clock, compiles
     self._compiled = compiles.seconds if compiles else lambda: 0.0
     self._waited, self._on_enter = waited, on_enter
-    self._entered = []  # Also phases of other threads.
+    self._entered = []  # Includes phases of other threads.
     self._seconds = collections.defaultdict(float, spent)
     self._host = collections.defaultdict(float)
     self._step_start = clock()
@@ -89,7 +89,7 @@ class PhaseTimer:
   def phase(self, name: str) -> Iterator[None]:
     """Adds the body's time to `time/<name>_s`, also if it raises.
 
-    Compilation in it is added to `time/compile_s`.
+    Its compilation time is added to `time/compile_s` instead.
     """
     self._entered.append(name)
     self._on_enter(name)
@@ -109,9 +109,9 @@ class PhaseTimer:
         self._host[name] += max(seconds - (self._waited() - waited), 0.0)
 
   def collect(self) -> dict[str, float]:
-    """Returns the step's `time/*_s`, `host/*_s` and starts the next step.
+    """Returns the step's `time/*_s` and `host/*_s`, and starts the next step.
 
-    With a counter of compilations also `compile/count`.
+    With `compiles`, also returns `compile/count`.
     """
     now = self._clock()
     metrics = {f"time/{name}_s": s for name, s in self._seconds.items()}
@@ -128,12 +128,12 @@ class PhaseTimer:
 class CompileCounter:
   """Counts XLA compilations of this process, to detect recompilation.
 
-  Executables from the persistent cache count too: a step with 0 used loaded
-  ones only. It listens for the life of the process.
+  Executables loaded from the persistent cache count too: a step with count 0
+  used only executables already in memory. Listens until the process ends.
   """
 
   def __init__(self):
-    # Imported here: little of the room needs jax.
+    # Imported here: little in this package needs jax.
     import jax
 
     self._count, self._seconds = 0, collections.defaultdict(float)
@@ -149,13 +149,13 @@ class CompileCounter:
     return self._seconds[threading.get_ident()]
 
   def collect(self) -> int:
-    """Returns the compilations since the last call."""
+    """Returns the number of compilations since the last call."""
     count, self._count = self._count, 0
     return count
 
 
 def _program(name: str) -> str:
-  """Returns `f` of JAX's name `jit(f)`."""
+  """Extracts `f` from JAX's name `jit(f)`."""
   return name.removeprefix("jit(").removesuffix(")")
 
 
@@ -163,11 +163,11 @@ def _program(name: str) -> str:
 def watch_compilations(
   begin: Callable[[str], None], end: Callable[[str, float], None]
 ) -> Iterator[None]:
-  """Reports the compilations of this process while the context is open.
+  """Reports compilations of this process while the context is active.
 
   Args:
     begin: called with the name of a program when its compilation begins.
-    end: called with its name and the seconds that it took.
+    end: called with its name and compilation time in seconds when it ends.
   """
   from jax import monitoring
 

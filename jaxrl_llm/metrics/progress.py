@@ -1,4 +1,4 @@
-"""Progress of a program that only samples responses."""
+"""Progress display of programs that only sample responses."""
 
 import sys
 import time
@@ -9,9 +9,10 @@ from jaxrl_llm.metrics.console import Bar, duration
 
 
 class Progress(Bar):
-  """Responses, tokens per second, time left: a bar on a terminal, else lines.
+  """Shows responses, tokens per second and time left, as a bar or as lines.
 
-  A context manager; the bar is there as long as the context.
+  A context manager: on a terminal, the bar is visible inside the context;
+  elsewhere, lines are written.
   """
 
   def __init__(
@@ -24,12 +25,12 @@ class Progress(Bar):
     """Starts the clock.
 
     Args:
-      total: responses that will be written.
-      stream: where to show; standard error if None.
+      total: number of responses that will be sampled.
+      stream: output stream; standard error if None.
       clock: returns seconds; only differences matter.
     """
     super().__init__(total, stream or sys.stderr, clock)
-    self.responses = self.tokens = 0  # Completed ones.
+    self.responses = self.tokens = 0  # Of completed responses.
 
   @property
   def seconds(self) -> float:
@@ -37,7 +38,7 @@ class Progress(Bar):
     return max(self.tasks[0].elapsed, 1e-9)
 
   def report(self, responses: int, tokens: int) -> None:
-    """Shows completed and running responses, on a bar only."""
+    """Updates the bar with completed and running responses; writes no lines."""
     done, total = self.responses + responses, self.tasks[0].total
     left = self.seconds / done * (total - done) if done else None
     rate = (self.tokens + tokens) / self.seconds
@@ -48,7 +49,7 @@ class Progress(Bar):
     )
 
   def complete(self, responses: int, tokens: int) -> None:
-    """Counts completed responses and shows them."""
+    """Counts completed responses and updates the display."""
     self.responses += responses
     self.tokens += tokens
     self.report(0, 0)

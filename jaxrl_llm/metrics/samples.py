@@ -1,4 +1,4 @@
-"""Responses for display."""
+"""Responses formatted for logs and display."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.types import Status
 
-# Characters of their ends that are shown.
+# Number of characters shown from the end of a text.
 _PROMPT_TAIL = 120
 _RESPONSE_TAIL = 240
 
@@ -21,17 +21,17 @@ class Sample(NamedTuple):
   extracted: str | None  # None: no answer was found in the response.
   reward: float  # NaN without a verdict.
   length: int  # Response tokens.
-  stop: str  # Why it ended, e.g. 'finished' or 'overlong'.
+  stop: str  # Why generation stopped, such as 'finished' or 'overlong'.
   error: str | None = None  # Why the reward failed.
   correct: bool | None = None  # None without a verdict.
   parts: Mapping[str, float] = {}  # Parts of the reward.
   example: str = ""  # Id of the example.
-  group: int | None = None  # Group id: a draw of the prompt.
+  group: int | None = None  # Group id, unique per draw of the prompt.
   sample: int | None = None  # Sample id, unique in the run.
-  per_token: Mapping[str, list] = {}  # More fields of the row.
+  per_token: Mapping[str, list] = {}  # Additional fields of the row.
 
   def row(self, step: int) -> dict[str, Any]:
-    """Returns its row of samples.jsonl; non-finite rewards are None."""
+    """Returns the row of samples.jsonl; a non-finite reward is None."""
     row = {"step": step} | self._asdict() | {"reward": _finite(self.reward)}
     return row | row.pop("per_token")
 
@@ -41,7 +41,7 @@ def _finite(number: float) -> float | None:
 
 
 def make_samples(judged: Judged, rows: Sequence[int]) -> list[Sample]:
-  """Returns the samples of the given rows."""
+  """Makes samples of the given rows."""
   responses, rollout = judged.responses, judged.responses.rollout
   has_verdict = responses.ended & responses.judged
   return [
@@ -65,7 +65,7 @@ def make_samples(judged: Judged, rows: Sequence[int]) -> list[Sample]:
 
 
 def sample_lines(samples: Sequence[Sample]) -> Iterator[str]:
-  """Returns three lines per sample; pass them through `printable`."""
+  """Yields three lines per sample; pass them through `printable`."""
   for sample in samples:
     found = sample.extracted
     if found is None:

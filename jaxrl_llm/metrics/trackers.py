@@ -1,7 +1,7 @@
 """Experiment trackers, in addition to `metrics.jsonl`.
 
-A tracker in `TRACKERS` is a context manager, made with (workdir, *, last_step,
-settings), that yields a function of (step, metrics).
+A tracker in `TRACKERS` is a context manager with arguments (workdir, *,
+last_step, settings) that yields a function of (step, metrics).
 """
 
 import contextlib
@@ -23,9 +23,10 @@ Log = Callable[[int, Mapping[str, float]], None]
 def tensorboard(workdir: pathlib.Path, *, last_step: int, **_) -> Iterator[Log]:
   """Writes scalars as TensorBoard events to WORKDIR/tensorboard.
 
-  A resumed run adds a file; TensorBoard then drops later steps of older files.
+  A resumed run adds a file, and TensorBoard then drops the later steps of older
+  files.
   """
-  # Imported here: it is slow to load and only the main process writes.
+  # Imported here: it is slow to import, and only the main process writes.
   import tensorboardX
 
   with tensorboardX.SummaryWriter(
@@ -47,12 +48,13 @@ def tensorboard(workdir: pathlib.Path, *, last_step: int, **_) -> Iterator[Log]:
 def tracked_run(
   package: str, workdir: pathlib.Path, *, settings: Mapping[str, Any], **_
 ) -> Iterator[Log]:
-  """Logs to Weights & Biases, or to trackio with the same functions.
+  """Logs to Weights & Biases, or to trackio, which has the same interface.
 
-  A resume continues the same run. Steps that are logged twice may keep their
-  first values.
+  A resumed run continues the tracked run. Steps that are logged twice may keep
+  their first values.
   """
-  # A folder whose run begins anew is another run, and has a new config.json.
+  # A run that starts over in the same folder has a new config.json, and is
+  # tracked as a new run.
   begun = int((workdir / "config.json").stat().st_mtime)
   name = f"{workdir.resolve().name}-{begun}"
   options = {"id": name, "dir": str(workdir)} if package == "wandb" else {}

@@ -1,4 +1,4 @@
-"""Ends a process that hangs, and reports where."""
+"""Ends a process that hangs, and reports where it hangs."""
 
 import contextlib
 import faulthandler
@@ -13,11 +13,11 @@ EXIT_CODE = 1
 
 
 class Watchdog:
-  """Tracks the current phase of a process and its start.
+  """Tracks the current phase of a process and when it began.
 
   Attributes:
-    suspects: returns lines that name the hosts that may be to blame; none
-      unless it is set.
+    suspects: returns lines that name the hosts that may have caused a hang; no
+      lines by default.
   """
 
   def __init__(self):
@@ -30,11 +30,12 @@ class Watchdog:
 
   @contextlib.contextmanager
   def watching(self, limit_s: float) -> Iterator[None]:
-    """Ends the process if a phase takes longer than this; 0 is no limit.
+    """Ends the process if a phase takes longer than the limit; 0 is no limit.
 
     Runs in a thread because the main thread may hang in compiled code, in a
-    collective or in a file system. Prints the phase, its time, host and
-    process, the suspects and the stacks of all threads to standard error.
+    collective or in a file system. Before exiting, prints the phase, its
+    duration, host and process, the suspects and the stacks of all threads to
+    standard error.
     """
     ended = threading.Event()
     watcher = threading.Thread(
@@ -53,14 +54,14 @@ class Watchdog:
       taken = time.monotonic() - since
       if taken < limit_s:
         continue
-      import jax  # Late: nothing else of the room needs it.
+      import jax  # Imported late: nothing else in this package needs it.
 
       process = f"{jax.process_index()} of {jax.process_count()}"
       print(
         f"\nstuck: {phase!r} has taken {taken:.0f} s on {socket.gethostname()}"
         f" (process {process}), and config.run.stuck_after_s is {limit_s:g};"
-        " this ends the run; the same --workdir goes on from the last"
-        " checkpoint; the stacks of all threads:",
+        " ending the run; resume from the last checkpoint with the same"
+        " --workdir; stacks of all threads:",
         file=sys.stderr,
         flush=True,
       )

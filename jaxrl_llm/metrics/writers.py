@@ -1,4 +1,4 @@
-"""Writers of metric rows: append-only JSON lines that survive a kill."""
+"""Writers of metric rows: append-only JSON lines that survive crashes."""
 
 import json
 import math
@@ -19,14 +19,14 @@ def read_rows(path: str | os.PathLike) -> list[Row]:
   """Reads JSON lines with a `step`; skips an incomplete last line.
 
   Raises:
-    InputError: a line other than the last is not an object with a `step`.
-    OSError: the file cannot be read.
+    InputError: A line other than the last is not an object with a `step`.
+    OSError: The file cannot be read.
   """
   return list(iterate_rows(path))
 
 
 def iterate_rows(path: str | os.PathLike) -> Iterator[Row]:
-  """Yields the rows of `read_rows` without holding all of them."""
+  """Yields the rows of `read_rows` without holding all of them in memory."""
   return (row for _, row in _parse(path))
 
 
@@ -52,12 +52,13 @@ def _parse(path: str | os.PathLike) -> Iterator[tuple[bytes, Row]]:
 class JsonlWriter:
   """Appends one JSON object per step: `step`, `time` (Unix seconds), metrics.
 
-  Rows are never torn, doubled or lost if the process dies: a row is one durable
-  append, steps must increase, and a resumed run first drops rows after its
-  checkpoint. For that, log step s before committing the checkpoint of step s.
+  Rows are never corrupted, duplicated or lost if the process dies: a row is one
+  durable append, steps must increase, and a resumed run first drops rows after
+  its checkpoint. Hence step s must be logged before its checkpoint is
+  committed.
 
-  JSON has no NaN: a non-finite metric is `null`, and the row then carries
-  `nonfinite`, an object from the metric's name to 'nan', 'inf' or '-inf'.
+  JSON has no NaN: a non-finite metric is `null`, and `nonfinite` in the same
+  row maps its name to 'nan', 'inf' or '-inf'.
 
   Attributes:
     last_step: the step of the last row, None for an empty file.
@@ -66,7 +67,7 @@ class JsonlWriter:
   def __init__(
     self, path: str | os.PathLike, *, clock: Callable[[], float] = time.time
   ):
-    """Opens or creates the file; an incomplete last line is dropped."""
+    """Opens or creates the file; drops an incomplete last line."""
     self._path, self._clock = pathlib.Path(path), clock
     self._path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -84,7 +85,7 @@ class JsonlWriter:
     os.fsync(self._file)
 
   def append(self, rows: Sequence[Row]) -> None:
-    """Writes all rows, each with its `step`, or none of them."""
+    """Writes all rows or none; each has a `step`."""
     data = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     data = data.encode()
     size = os.fstat(self._file).st_size
@@ -96,11 +97,11 @@ class JsonlWriter:
       self.last_step = rows[-1]["step"]
 
   def log(self, step: int, metrics: Mapping[str, float], **labels: str) -> None:
-    """Appends the row of a step, with texts by name.
+    """Appends the row of a step; `labels` are further fields with text.
 
     Raises:
-      ValueError: the step is not later than the last one, or a metric is not
-        one number.
+      ValueError: The step is not later than the last one, or a metric is not a
+        single number.
     """
     if self.last_step is not None and step <= self.last_step:
       raise ValueError(
@@ -123,7 +124,7 @@ class JsonlWriter:
 
 
 class NullWriter:
-  """Replaces `JsonlWriter` if another process writes the file."""
+  """Replaces `JsonlWriter` in processes that do not write the file."""
 
   def truncate_after(self, step: float) -> None:
     """Does nothing."""
@@ -136,11 +137,15 @@ class NullWriter:
 
 
 def number(name: str, value: Any) -> int | float:
-  """Converts a metric to a number; ValueError if it is not one."""
+  """Converts a metric to a number.
+
+  Raises:
+    ValueError: The metric is not a single number.
+  """
   array = np.asarray(value)
   if array.shape == () and array.dtype.kind in "biu":
     return int(array)
-  # Kind V is what NumPy says of bfloat16.
+  # NumPy reports kind V for bfloat16.
   if array.shape == () and array.dtype.kind in "fV":
     return float(array)
   raise ValueError(f"metric {name} must be one number, got {value!r}")

@@ -87,6 +87,7 @@ class ValueFns(NamedTuple):
   # See `ModelFns`.
   shares_prompts: bool
   head: heads.ValueHead
+  count: int = 1  # Critics of an ensemble.
 
 
 def _backbone_settings(

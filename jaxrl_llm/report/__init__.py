@@ -1,7 +1,7 @@
-"""Draws what runs wrote: one picture of their curves and one HTML page.
+"""Reports on runs: a picture of their curves and an HTML page.
 
-Reads `metrics.jsonl`, and `config.json` and `samples.jsonl` where they are.
-Pictures and tables of other tools are in the same style: `figure`, `markdown`.
+Reads `metrics.jsonl`, and `config.json` and `samples.jsonl` where they exist.
+Other tools use `figure` and `markdown` for pictures and tables of this style.
 """
 
 from jaxrl_llm.report.time_spent import goodput, seconds_spent

@@ -1,4 +1,4 @@
-"""Style of pictures, and mean curves of several runs."""
+"""Style of figures, and mean curves of several runs."""
 
 import contextlib
 import pathlib
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-# Colours that stay apart for colour-blind readers (Okabe and Ito 2008), C0 to
-# C6 for matplotlib; lines of the same colour differ in their dashes.
+# Colours that colour-blind readers can tell apart (Okabe and Ito 2008), C0 to
+# C6 in matplotlib; lines of the same colour differ in their dashes.
 _COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
 _DASHES = ("-", (0, (3, 1.5)), (0, (1, 1.2)))
 _STYLE = {
@@ -27,7 +27,7 @@ _STYLE = {
 }
 _CHARACTERS = 12  # Characters of a title or legend per inch.
 _POINTS = 200
-_NAMES = 4  # In a line of the legend, at most.
+_NAMES = 4  # Maximum number of names in a line of the legend.
 
 Curve = tuple[np.ndarray, np.ndarray]  # x, y.
 
@@ -36,7 +36,7 @@ Curve = tuple[np.ndarray, np.ndarray]  # x, y.
 def figure(
   path: pathlib.Path, lines: int, columns: int, *, title: str = ""
 ) -> Iterator[tuple[Any, Any]]:
-  """Makes a figure of panels in the project's style, saved on exit.
+  """Makes a figure of panels in the project's style and saves it on exit.
 
   Args:
     path: PNG file to write.
@@ -50,8 +50,8 @@ def figure(
   Raises:
     ImportError: matplotlib is not installed.
   """
-  # Imported here: only this function needs it. Figures made without pyplot
-  # never look for a window system.
+  # Imported here: only this function needs it. Without pyplot, a figure never
+  # looks for a window system.
   import matplotlib
   from matplotlib.figure import Figure
 
@@ -70,7 +70,7 @@ def figure(
 
 
 def name_lines(sheet, lines: Sequence[Any], names: Sequence[str]) -> None:
-  """Adds one legend for all panels, below them."""
+  """Adds one legend for all panels below them."""
   width = sheet.get_figwidth() * _CHARACTERS
   columns = max(1, min(_NAMES, int(width / max(len(x) + 5 for x in names))))
   rows = -(-len(names) // columns)
@@ -87,12 +87,12 @@ def draw_mean(axis, curves: Sequence[Curve], **style: Any) -> None:
 
 
 def band(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """x, mean and standard error of curves, to where the shortest ends.
+  """Returns x, mean and standard error of curves, up to where one ends.
 
-  They need not have the same x: seeds are evaluated at the same steps but not
-  at the same seconds or tokens, so curves are straight between their points,
-  and level before the first: nothing is learned until then. Empty ones are left
-  out.
+  Curves need not have the same x: seeds are evaluated at the same steps but not
+  at the same seconds or tokens. Curves are interpolated linearly between their
+  points, and are constant before the first, because nothing is learned until
+  then. Empty curves are left out.
   """
   curves = [curve for curve in curves if curve[0].size]
   if not curves:

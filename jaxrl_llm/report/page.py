@@ -1,7 +1,7 @@
 """Writes the logs of runs as one self-contained HTML page.
 
-The page is `assets/report/page.html` with the logs as JSON; `page.js` beside it
-draws the tables and the viewer of responses in the browser.
+The page is `assets/report/page.html` with the logs embedded as JSON; `page.js`
+in the same directory draws the tables and the response viewer in the browser.
 """
 
 import base64
@@ -18,7 +18,7 @@ from jaxrl_llm.report.runs import Run, accuracy_names, flatten, reached
 
 _ASSETS = pathlib.Path(__file__).parents[1] / "assets" / "report"
 _NO_METRICS = ("time", "nonfinite")  # Fields of a row.
-# Metrics of the table of steps, after the evaluations, and their names in it.
+# Metric -> column of the table of steps, after the columns of evaluations.
 _COLUMNS = {
   "reward/mean": "reward",
   "reward/accuracy": "accuracy",
@@ -31,13 +31,13 @@ _COLUMNS = {
   "sampler_trainer/logprob_diff_max": "log-prob diff. (max)",
   "time/step_s": "seconds",
 }
-# Fields of a row of samples.jsonl that the viewer shows when it is opened.
+# Fields of samples.jsonl that the viewer loads when a response is opened.
 _PER_TOKEN = ("tokens", "origin", "advantage", "value", "logprob_diff")
 _FIELDS = ("step", "prompt", "response", "gold", "extracted", "reward")
 _FIELDS += ("length", "stop", "error", "correct", "parts", "example")
 _FIELDS += ("group", "sample")
-_BLOCK = 500  # Responses in an element of per-token data, as in page.js.
-_MOST_CHARACTERS = 300_000_000  # Per-token data that browsers can hold.
+_BLOCK = 500  # Responses per element of per-token data, as in page.js.
+_MOST_CHARACTERS = 300_000_000  # Per-token data that a browser can hold.
 
 
 def write_page(
@@ -49,18 +49,18 @@ def write_page(
 ) -> None:
   """Writes one self-contained HTML page.
 
-  Everything that a run wrote is embedded as JSON: a response is text, never
-  markup. If the per-token data are too much for a browser, those of the first
-  responses are left out.
+  All logged data are embedded as JSON, so a response is text, never markup. If
+  the per-token data are too large for a browser, those of the first responses
+  are left out.
 
   Args:
     runs: one or more runs.
-    picture: PNG file of their curves, embedded.
+    picture: PNG file of their curves, to embed.
     path: HTML file to write.
-    defaults: default settings, from which those of the runs may differ.
+    defaults: default settings; the page lists the settings that differ.
 
   Raises:
-    InputError: a line of a samples.jsonl is damaged.
+    InputError: A line of a samples.jsonl is damaged.
   """
   data, details = _data(runs)
   data["defaults"] = flatten(defaults)
@@ -81,7 +81,7 @@ def write_page(
 
 
 def _data(runs: Sequence[Run]) -> tuple[dict[str, Any], list[str]]:
-  """Returns what page.js draws, and the per-token data of each response."""
+  """Returns the data for page.js, and the per-token data of each response."""
   prompts: dict[str, int] = {}  # A group shares its prompt.
   samples, details, size, left_out = [], [], 0, 0
   for index, run in enumerate(runs):
@@ -123,7 +123,7 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-  """Returns JSON that can stand in a script element: it has no markup."""
+  """Returns JSON without markup, which is safe in a script element."""
   return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 

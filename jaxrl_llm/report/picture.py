@@ -1,4 +1,4 @@
-"""Curves of runs as one picture."""
+"""Draws the curves of runs as one picture."""
 
 import math
 import pathlib
@@ -16,13 +16,12 @@ from jaxrl_llm.report.runs import (
   series,
 )
 
-_PHASES = 5  # The longest of a step.
-# Name of a panel: its title, and the metrics that share its axis with the names
-# of their lines.
+_PHASES = 5  # Number of phases drawn, the longest ones.
+# Panel -> its title, and metric -> label of its line.
 PANELS = {
   "reward": ("Reward (mean)", {"reward/mean": "mean"}),
-  # And all evaluations.
-  "accuracy": ("Accuracy", {"reward/accuracy": "of the training batch"}),
+  # Plus all evaluations.
+  "accuracy": ("Accuracy", {"reward/accuracy": "training batch"}),
   "entropy": ("Entropy (nats per token)", {"policy/entropy": "entropy"}),
   "length": (
     "Response length (tokens)",
@@ -50,30 +49,30 @@ PANELS = {
     },
   ),
   "kl": ("KL of the update (nats per token)", {"policy/approx_kl": "KL"}),
-  # And its phases.
-  "time": ("Time of a step (seconds)", {"time/step_s": "whole step"}),
+  # Plus the phases of a step.
+  "time": ("Time per step (seconds)", {"time/step_s": "total"}),
 }
-# Not drawn if they are always 0: they then say that a method lacks a part.
+# Not drawn if always 0: the method then does not have the feature.
 _OPTIONAL = PANELS["unfinished"][1] | PANELS["clipping"][1]
 
 
 def draw(
   runs: Sequence[Run], path: pathlib.Path, *, panels: Sequence[str] = ()
 ) -> None:
-  """Draws the curves of runs, several over each other.
+  """Draws the curves of runs; several runs are overlaid.
 
-  A colour is a metric of one run, or one of several runs. Long curves are
-  faint under their running mean. Runs that differ in nothing but their seeds
-  get a mean. The first and last evaluations stand above the panels. A panel for
-  which no run logged anything is left out, as are fractions that are always 0.
+  Colours distinguish the metrics of a single run, or several runs. Long curves
+  are faint behind their running mean. Runs that differ only in their seeds also
+  get a mean curve. The first and last evaluations are printed above the panels.
+  Panels without data are left out, as are fractions that are always 0.
 
   Args:
     runs: one or more runs.
     path: PNG file to write.
-    panels: names from `PANELS`, in the order to draw; all of them if none.
+    panels: keys of `PANELS`, in the order to draw; all of them if empty.
 
   Raises:
-    InputError: a panel is unknown, or no panel has anything to show.
+    InputError: A panel is unknown, or no panel has anything to show.
     ImportError: matplotlib is not installed.
   """
   rows = [row for run in runs for row in run.rows]
@@ -106,7 +105,7 @@ def draw(
         _draw_metric(axis, runs, metric, index, label)
       if name == "time":  # The first steps compile, and take far longer.
         axis.set_yscale("log")
-      else:  # Down to 0, with air for a line that lies there.
+      else:  # Down to 0, with a margin for a line at 0.
         low, high = axis.get_ylim()
         axis.set_ylim(min(low, -0.03 * high), high)
       if len(metrics) > 1 or len(PANELS[name][1]) > 1:
@@ -119,7 +118,7 @@ def draw(
 
 
 def _metrics(runs: Sequence[Run], panel: str) -> dict[str, str]:
-  """Returns the names of the lines of a panel by metric."""
+  """Returns the metrics of a panel -> the labels of their lines."""
   rows = [row for run in runs for row in run.rows]
   more = {}
   if panel == "accuracy":
@@ -177,7 +176,7 @@ def _name_runs(sheet, runs: Sequence[Run]) -> None:
 def _smooth(values: np.ndarray) -> np.ndarray:
   """Returns a centred running mean of a curve, over a 50th of its points.
 
-  At the ends it uses the available points.
+  At the ends, it averages the available points.
   """
   width = values.size // 50
   if width < 4:

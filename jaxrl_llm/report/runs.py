@@ -1,4 +1,4 @@
-"""Reads the folder of a run, also while it is running."""
+"""Reads the folder of a run, which may still be running."""
 
 import os
 import pathlib
@@ -17,13 +17,13 @@ class Run(NamedTuple):
   """The logged rows of a run, and its files."""
 
   name: str
-  rows: list[dict[str, Any]]  # Metrics, one object a step.
+  rows: list[dict[str, Any]]  # Metrics, one dict per step.
   config: dict[str, Any]  # By dotted keys; empty without a config.json.
   samples: pathlib.Path | None = None  # samples.jsonl, which may be large.
 
   @property
   def title(self) -> str:
-    """Name, method, model and seed, as far as the settings have them."""
+    """Name, method, model and seed, as far as they are known."""
     model = pathlib.Path(self.config.get("model.path") or "base model").name
     parts = [self.config.get("run.method"), model]
     parts.append(f"seed {self.config.get('run.seed')}")
@@ -41,7 +41,7 @@ def load_run(path: str | os.PathLike) -> Run:
     The rows, the current settings and the file of samples.
 
   Raises:
-    InputError: a file is empty or a line of it is damaged.
+    InputError: A file is empty or one of its lines is damaged.
     OSError: `metrics.jsonl` is missing or cannot be read.
   """
   folder = pathlib.Path(path)
@@ -62,7 +62,7 @@ def load_run(path: str | os.PathLike) -> Run:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Returns nested settings by dotted keys."""
+  """Flattens nested settings; the keys are joined with dots."""
   flat = {}
   for key, value in config.items():
     if isinstance(value, dict) and value:
@@ -73,13 +73,13 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def have_a_mean(runs: Sequence[Run]) -> bool:
-  """Whether there are several runs that differ in nothing but their seeds."""
+  """Whether there are several runs that differ only in their seeds."""
   configs = [run.config | {"run.seed": None} for run in runs]
   return len(runs) > 1 and all(config == configs[0] for config in configs)
 
 
 def series(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
-  """Steps [K] and values [K] of a metric where it was logged and finite."""
+  """Returns steps [K] and values [K] where a metric was logged and finite."""
   logged = [row for row in run.rows if row.get(metric) is not None]
   points = [(row["step"], row[metric]) for row in logged]
   steps, values = np.array(points, np.float64).reshape(-1, 2).T
@@ -87,16 +87,16 @@ def series(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def accuracy_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-  """Names of accuracies of evaluations in rows: avg@k, greedy of every set."""
+  """Returns the names of evaluation accuracies: avg@k, greedy of each set."""
   names = dict.fromkeys(name for row in rows for name in row)
   return [n for n in names if re.fullmatch(r"eval/.*/(avg@\d+|greedy)", n)]
 
 
 def reached(run: Run) -> str:
-  """Returns the first and the last evaluation of a run as one line.
+  """Summarizes the first and the last evaluation of a run in one line.
 
-  Accuracies with the standard error of the last one, or the mean reward of a
-  run that was not evaluated.
+  Has accuracies with the standard error of the last one, or the mean reward if
+  the run was not evaluated.
   """
   parts, span = [], ""
   for name in accuracy_names(run.rows) or ["reward/mean"]:

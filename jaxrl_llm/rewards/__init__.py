@@ -20,11 +20,11 @@ REWARDS: dict[str, RewardFn] = {
   "trl": Trl,
 }
 
-# Name -> (texts, verdicts) of a group -> a result for each, as of a reward; ''
-# leaves the verdicts.
+# Name -> (texts, verdicts) of a group -> a reward's result for each response;
+# '' keeps the verdicts.
 GROUP_REWARDS = Table("group_reward", **{"": None})
 
-# A response that each verifier must call correct, made from a gold answer.
+# Verifier -> response that it must accept, given a gold answer.
 _GOLD = {
   "chain_sum": "#{}.",
   "exact_line": "{}\n",
@@ -43,12 +43,12 @@ def get_reward(name: str, path: str = "", function: str = "") -> RewardFn:
   """Returns a reward by name.
 
   Args:
-    name: one of `REWARDS`.
+    name: a key of `REWARDS`.
     path: the file of 'verl' and 'trl'.
-    function: its functions, separated by commas.
+    function: functions of the file, separated by commas.
 
   Raises:
-    InputError: the library behind it is not installed, or the file has no such
+    InputError: A required library is not installed, or the file has no such
       function.
   """
   if name == "math_verify" and importlib.util.find_spec(name) is None:

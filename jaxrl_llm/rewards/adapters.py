@@ -1,9 +1,9 @@
-"""Adapters for reward functions: of verl, of TRL, and of whole groups.
+"""Adapters for verl and TRL reward functions, and for group rewards.
 
-Functions of verl and TRL stay in their file, which is imported by its path, in
-workers too. A verl function is called with one response at a time, so that a
-response that makes it hang affects no other. A TRL function is called with all
-responses of a group, which it may compare.
+A file with verl or TRL functions is imported by its path, also in workers. A
+verl function is called with one response at a time, so that a response that
+makes it hang affects no other. A TRL function is called with all responses of a
+group, which it may compare.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jaxrl_llm.system import plugin
 
 @functools.cache
 def load_function(path: str, name: str) -> Callable[..., Any]:
-  """Returns a function of a file by name.
+  """Loads a function of a file by name.
 
   Raises:
     InputError: The file or the function does not exist, or the file raises.
@@ -35,7 +35,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
   if not callable(module.get(name)):
     own = [key for key, value in module.items() if inspect.isfunction(value)]
     raise InputError(
-      f"{path}: has no function {name!r}; set reward.function to one of"
+      f"{path} has no function {name!r}; set reward.function to one of"
       f" {', '.join(own) or 'the functions in it'}"
     )
   return module[name]
@@ -43,20 +43,20 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _OfFile:
-  """Base of the adapters: functions of a file."""
+  """Base class of the adapters: functions of a file."""
 
   path: str
   functions: tuple[str, ...]
 
   def prepare(self) -> None:
-    """Imports the file, once in a worker and not for every response."""
+    """Imports the file once per worker, not for every response."""
     for name in self.functions:
       load_function(self.path, name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """A group reward, as a batched reward."""
+  """Wraps a group reward as a batched reward."""
 
   fn: Callable[[list[str], list[Verdict]], Sequence[Any]]
   batched = True
@@ -68,11 +68,12 @@ class Comparison:
 
 
 class Verl(_OfFile):
-  """`f(data_source, solution_str, ground_truth, extra_info)` of verl.
+  """verl's `f(data_source, solution_str, ground_truth, extra_info)`.
 
-  It returns a number, or a mapping with the number `score`, whose other numbers
-  are parts; if it has a bool `acc`, that says whether the response is right,
-  and a text `pred` is the answer that was found. There is one function.
+  The function returns a number, or a mapping with the number `score`, whose
+  other numbers are parts of the reward; a bool `acc` tells whether the response
+  is correct, and a string `pred` is the extracted answer. There is exactly one
+  function.
   """
 
   def __call__(
@@ -93,7 +94,7 @@ class Verl(_OfFile):
       raise TypeError(f"{name} returned {list(result)}; it must have 'score'")
     result = dict(result)
     if "acc" in result:
-      result["acc"] = scalar(result["acc"])  # A bool of NumPy is no bool.
+      result["acc"] = scalar(result["acc"])  # NumPy bools are not bools.
     right, found = result.get("acc"), result.get("pred")
     return Verdict(
       correct=right if isinstance(right, bool) else None,
@@ -108,11 +109,11 @@ class Verl(_OfFile):
 
 
 class Trl(_OfFile):
-  """`f(prompts, completions, **columns) -> list` of TRL, one or several.
+  """TRL's `f(prompts, completions, **columns) -> list`, one or several.
 
-  Each function is a part of the reward by its name; None means that it does not
-  apply to a response. As in TRL, the completion of a conversation is a list of
-  messages, and `completion_ids` are the tokens.
+  Each function is a part of the reward under its name; a result of None means
+  that it does not apply to a response. As in TRL, the completion of a
+  conversation is a list of messages, and `completion_ids` are the tokens.
   """
 
   batched = True
@@ -145,7 +146,7 @@ class Trl(_OfFile):
       results = fn(**arguments(fn, {"columns": batch}))
       if not isinstance(results, Sequence) or len(results) != len(parts):
         raise TypeError(
-          f"{name} returned {str(results)[:40]!r}; give a list with a number"
+          f"{name} returned {str(results)[:40]!r}; return a list with a number"
           " for every completion"
         )
       for own, result in zip(parts, results):

@@ -1,7 +1,7 @@
-"""Rewards that compare the responses to a prompt.
+"""Group rewards, which compare the responses to a prompt.
 
-They replace verdicts in training only, so that pseudo-labels never affect the
-accuracy of an evaluation.
+They replace verdicts only in training, so that pseudo-labels never affect
+evaluation accuracy.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxrl_llm.system import processes
 
 
 class GroupReward:
-  """Replaces the verdicts of each group by those of a function."""
+  """Replaces the verdicts of each group with the results of a function."""
 
   def __init__(
     self,
@@ -27,7 +27,7 @@ class GroupReward:
     """Starts the workers.
 
     Args:
-      fn: (texts, verdicts) of a group -> results, one per response, of any kind
+      fn: (texts, verdicts) of a group -> results, one per response, of any type
         that a reward may return.
       judge: turns verdicts into rewards.
       **settings: workers, grading and time limits, as in `RewardPool`.
@@ -42,8 +42,8 @@ class GroupReward:
     """Returns the responses with new verdicts.
 
     Responses without a verdict are not passed to the function and keep none.
-    A response with a known answer has the parts `true`, whether it is correct,
-    and `agrees`, whether the new verdict says so.
+    A response with a known answer gets the parts `true`, whether it is correct,
+    and `agrees`, whether the new verdict agrees with that.
     """
     rollout, verdicts = judged.responses.rollout, list(judged.verdicts)
     rows = [row for row, old in enumerate(verdicts) if old.error is None]

@@ -1,6 +1,6 @@
 """Decodes the responses of a rollout and judges them.
 
-Separate from the verifiers, whose workers must start without JAX.
+Separate from the verifiers, because their workers must not import JAX.
 """
 
 import collections
@@ -19,7 +19,7 @@ from jaxrl_llm.rewards.verdict import Verdict
 from jaxrl_llm.system import processes
 from jaxrl_llm.types import Responses, Rollout, Status, join_rows
 
-_STOPPED = Verdict(False, error="stopped")  # A response given up by a schedule.
+_STOPPED = Verdict(False, error="stopped")  # A response aborted by a schedule.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Judged:
 
 
 def join_judged(parts: Sequence[Judged]) -> Judged:
-  """Concatenates judged responses; their new failures are left out."""
+  """Concatenates judged responses; `new_failures` are dropped."""
   if len(parts) == 1:
     return parts[0]
   return Judged(
@@ -51,8 +51,8 @@ class Judge:
   Attributes:
     decode: tokens -> text.
     pool: computes the verdicts.
-    tell: called with a line when the reward fails in a way not seen before.
-    failure: the latest such line.
+    tell: called with a message when the reward fails in a new way.
+    failure: the latest such message.
   """
 
   def __init__(
@@ -64,7 +64,7 @@ class Judge:
     correct: float = 1.0,
     incorrect: float = 0.0,
   ):
-    """Args as in config group `reward`; decode is tokens -> text."""
+    """Takes arguments as in config group `reward`; decode is tokens -> text."""
     self.decode, self.pool, self._name = decode, pool, name
     self._by_correct = incorrect, correct
     self.tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
@@ -79,9 +79,8 @@ class Judge:
   ) -> Judged:
     """Judges every response against the answer to its prompt.
 
-    Rewards read the text that the model wrote, with the opening that it was
-    given; the turns of a conversation are joined by newlines, without the
-    observations.
+    Rewards see the opening and the text that the model generated; the model's
+    turns of a conversation are joined by newlines, without the observations.
 
     Args:
       rollout: B responses.
@@ -95,13 +94,13 @@ class Judge:
     for row, (prompt, status) in enumerate(zip(prompts, rollout.status)):
       talk = conversations.get(str(rollout.sample_id[row]), "{}")
       own = rollout.mask[row, : rollout.lengths[row]]
-      own = own | (np.cumsum(own) == 0)  # And what comes before them.
+      own = own | (np.cumsum(own) == 0)  # Include the opening.
       text = texts[row] if own.all() else self._turns(tokens[row], own)
       finished = bool(status == Status.FINISHED)
       call = known(prompt, text, tokens=tokens[row][own], finished=finished)
       group = int(rollout.group_id[row])
       calls.append(call | {"conversation": json.loads(talk), "group": group})
-    # A group goes to one process: a batched reward may compare its responses.
+    # Keep groups together: a batched reward may compare their responses.
     groups = collections.defaultdict(list)
     for row in np.flatnonzero(rollout.status != Status.STOPPED).tolist():
       groups[calls[row]["group"]].append(row)
@@ -133,7 +132,7 @@ class Judge:
     return Judged(responses, prompts, texts, verdicts, failures)
 
   def _turns(self, tokens: np.ndarray, own: np.ndarray) -> str:
-    """Decodes the turns of the model, one per line."""
+    """Decodes the model's turns, one per line."""
     cuts = np.flatnonzero(np.diff(own)) + 1
     turns = zip(np.split(tokens, cuts), np.split(own, cuts))
     return "\n".join(self.decode(x) for x, written in turns if written.all())

@@ -1,8 +1,8 @@
-r"""Numeric answers in text: where they stand, and when two are equal.
+r"""Extracts numeric answers from text and compares them.
 
-Responses are written by a policy that finds every weakness of its verifier.
-So nothing is evaluated: text is scanned in linear time, lengths are capped,
-and numbers are compared as exact fractions.
+A policy exploits every weakness of its verifier. Hence nothing is evaluated:
+text is scanned in linear time, lengths are capped, and numbers are compared as
+exact fractions.
 """
 
 import fractions
@@ -36,7 +36,7 @@ _TEXT = re.compile(
   _TEXT_OF + r"([^{}]*)\}"
   r"(?:[ ]?\^\{?[0-9]\}?)?"  # The square of `cm^2`.
 )
-# Words after a number that are no unit: they change it, or join another.
+# Words after a number that are not a unit: they change it or join another one.
 _WORDS = r"(?:pi|or|and|dozen|hundred|thousand|[a-z]{1,4}illion)\b"
 _WORDS_IN_TEXT = re.compile(rf"{_TEXT_OF}( ?{_WORDS}[^{{}}]*)\}}")
 _NAMED = re.compile(r"[A-Za-z](?:_[0-9a-z])?[ ]?=(?P<value>[^=]*)\Z")
@@ -50,7 +50,7 @@ _DROP = re.compile(
   r"\\left(?![a-z])|\\right(?![a-z])|\\[()\[\]!]|\\?[$%]|"
   r"\^ ?\{? ?\\circ ?\}?|°"
 )
-# A point, an interval or a set; brackets inside make it something else.
+# A point, an interval or a set, without inner brackets.
 _TUPLE = re.compile(
   r"(?P<open>[(\[]|\\\{)(?P<inner>[^()\[\]]*,[^()\[\]]*?)(?P<close>[)\]]|\\\})"
 )
@@ -60,14 +60,14 @@ _SPACE = re.compile(r"\\[,;: ]|~|\\quad|\s+")
 def last_boxed(text: str) -> str | None:
   r"""Returns the content of the last `\boxed{}` whose braces balance.
 
-  Of nested boxes it is the inner one. One pass over the braces, whatever the
-  nesting.
+  Returns the innermost of nested boxes. Makes a single pass over the braces,
+  whatever the nesting.
   """
   opened, best = [], None
   for match in _BRACE.finditer(text):
     at = match.start()
     if text[at - 1 : at] == "\\" and text[at - 2 : at - 1] != "\\":
-      continue  # A printed brace.
+      continue  # An escaped brace.
     if match[0] == "{":
       opened.append(at)
     elif opened:
@@ -84,9 +84,9 @@ def extract_answer(response: str, *, finished: bool = True) -> str | None:
 
   Args:
     response: text; only its last 20,000 characters are read.
-    finished: False where the text was cut. Its last number is then no answer:
-      rambling on from number to number would pay. It needs a whole `\boxed{}`
-      or a whole line after `####`.
+    finished: False if the text was cut off. Then the last number does not count
+      as an answer, because that would reward listing numbers; a complete
+      `\boxed{}` or a complete line after `####` is required.
 
   Returns:
     The answer as written, or None.
@@ -105,19 +105,19 @@ def extract_answer(response: str, *, finished: bool = True) -> str | None:
 
 
 def gold_answer(answer: str) -> str:
-  r"""The answer in a gold text that may be a solution with `####` or a box."""
+  r"""Returns the answer of a gold text that may contain `####` or a box."""
   if "####" in answer or "\\boxed" in answer:
     return extract_answer(answer) or answer
   return answer
 
 
 def normalize_answer(answer: str) -> str:
-  r"""Strips what does not change an answer: `$`, `%`, units, LaTeX spacing.
+  r"""Strips parts that do not affect equality: `$`, `%`, units, LaTeX spacing.
 
   `\frac{a}{b}` becomes `a/b` where a is plain and b one number or letter,
-  thousands commas go, and a unit goes only where a number stands before it. The
-  parts of a point, an interval or a set are stripped each, and square roots
-  have one spelling.
+  thousands separators are removed, and units are removed only after a number.
+  The parts of a point, an interval or a set are normalized separately, and
+  square roots get a canonical form.
   """
   text = answer[:_MAX_ANSWER].replace("\u2212", "-").replace("{,}", ",")
   text = _SPACE.sub(" ", _DROP.sub("", text)).strip()
@@ -145,7 +145,7 @@ def _as_ratio(match: re.Match) -> str:
   top, bottom = match[1] or match[2] or "", match[3] or match[4] or ""
   before = match.string[: match.start()]
   gap = " " if before[-1:].isdigit() else ""  # 1\frac{1}{2} is one and a half.
-  # 1/2x would also be the spelling of half of x.
+  # 1/2x could also mean half of x.
   plain = re.fullmatch(r"[-+]?[0-9.,a-z]+", top) and re.fullmatch(
     r"[-+]?(?:[0-9.,]+|[a-z])", bottom
   )
@@ -156,7 +156,7 @@ def parse_number(text: str) -> fractions.Fraction | None:
   """Reads an integer, decimal, ratio or mixed number as an exact fraction.
 
   Args:
-    text: at most 512 characters; there are no exponents and no operators.
+    text: at most 512 characters, without exponents or operators.
 
   Returns:
     The number, or None.
@@ -181,13 +181,13 @@ def numeric(response: str, answer: str, *, finished: bool) -> Verdict:
   r"""Checks a numeric answer: equal as exact fractions, else equal as text.
 
   Args:
-    response: what the model wrote.
-    answer: the gold answer; it may itself hold `\boxed{}` or `####`.
-    finished: whether the response ended by itself; if not, only a whole
-      `\boxed{}` or `####` counts, see `extract_answer`.
+    response: the model's response.
+    answer: the gold answer, which may contain `\boxed{}` or `####`.
+    finished: whether the response ended with a stop token; if not, only a
+      complete `\boxed{}` or `####` line counts, see `extract_answer`.
 
   Returns:
-    The verdict, with the answer in the spelling that equal ones share.
+    The verdict, with the normalized answer.
   """
   extracted = extract_answer(response, finished=finished)
   if extracted is None:
@@ -199,20 +199,20 @@ def numeric(response: str, answer: str, *, finished: bool) -> Verdict:
 def math_verify(response: str, answer: str, *, finished: bool) -> Verdict:
   r"""Checks symbolic answers with the Math-Verify library.
 
-  It computes with what the policy wrote and may hang or run out of memory: it
-  runs in the worker processes of a `RewardPool` only.
+  The library evaluates text of the policy and may hang or run out of memory, so
+  this reward runs only in the worker processes of a `RewardPool`.
 
   Args:
-    response: what the model wrote.
+    response: the model's response.
     answer: the gold answer.
-    finished: whether the response ended by itself.
+    finished: whether the response ended with a stop token.
   """
-  import math_verify as library  # Optional and heavy (sympy).
+  import math_verify as library  # Optional and slow to import (sympy).
 
   extracted = extract_answer(response, finished=finished)
   if extracted is None:
     return Verdict(False, None)
-  # The library's own time limits use signals; the pool's deadline holds.
+  # The library's time limits use signals; the pool's deadline applies instead.
   gold = f"\\boxed{{{gold_answer(answer)}}}"
   gold = library.parse(gold, parsing_timeout=None)
   found = library.parse(f"\\boxed{{{extracted}}}", parsing_timeout=None)
@@ -221,8 +221,8 @@ def math_verify(response: str, answer: str, *, finished: bool) -> Verdict:
 
 
 def _prepare_math_verify() -> None:
-  """Imports the library and has it build its parsers."""
-  # It warns that it sets no time limit.
+  """Imports the library and makes it build its parsers."""
+  # The library warns about missing time limits.
   logging.getLogger("math_verify").setLevel(logging.ERROR)
   math_verify(r"\boxed{\frac{1}{2}}", "0.5", finished=True)
 

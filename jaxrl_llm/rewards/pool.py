@@ -1,8 +1,8 @@
 """Runs rewards and environments in worker processes that can be killed.
 
 A worker imports a function once and forks a child for every call. The child is
-killed with everything that it started, so that a response that runs code can
-affect neither later verdicts nor their time.
+killed with all its descendants, so that a response that runs code can affect
+neither later verdicts nor their timing.
 """
 
 import base64
@@ -39,13 +39,13 @@ from jaxrl_llm.rewards.verdict import (
 from jaxrl_llm.system.workers import LONGEST_ANSWER, Worker, channels
 
 _MEMORY_BYTES = 4 * 2**30  # Address space of a call.
-_GRACE_S = 5.0  # For a worker to end a call that is late.
+_GRACE_S = 5.0  # Time for a worker to end an overdue call.
 # Options of prctl(2).
 _DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
 
 
 class CallPool:
-  """Calls a function of JSON data, inline or in killable processes."""
+  """Calls a function on JSON data, inline or in killable processes."""
 
   def __init__(
     self,
@@ -58,14 +58,15 @@ class CallPool:
     """Starts the workers.
 
     Args:
-      fn: keyword arguments -> result, all JSON values; with workers, of an
-        importable module.
-      workers: processes; 0 calls inline, where nothing can be killed.
-      deadline_s: seconds that one call may take in a worker.
-      batch_deadline_s: seconds after which what is left of a batch is late.
+      fn: keyword arguments -> result, all JSON values; with workers, a function
+        of an importable module.
+      workers: number of processes; 0 calls inline, where nothing can be killed.
+      deadline_s: time limit of a call in a worker, in seconds.
+      batch_deadline_s: time limit of a batch, in seconds; its remaining calls
+        then time out.
 
     Raises:
-      InputError: the function cannot be sent to workers.
+      InputError: The function cannot be sent to workers.
     """
     self._fn, self._workers = fn, workers
     self._deadline_s, self._batch_deadline_s = deadline_s, batch_deadline_s
@@ -78,16 +79,16 @@ class CallPool:
     jobs: Sequence[Mapping[str, Any]],
     sizes: Sequence[int] | None = None,
   ) -> list[tuple[Any, str | None]]:
-    """Returns (result, None) or (None, error) of each job, in order.
+    """Returns (result, None) or (None, error) for each job, in order.
 
     Args:
-      jobs: keyword arguments.
-      sizes: numbers that multiply the time limit of each job; 1 by default.
+      jobs: keyword arguments of each call.
+      sizes: factor on the time limit of each job; 1 by default.
     """
     if not self._workers:
       return [_answer(self._fn, job) for job in jobs]
-    self.start()  # Some may have been closed since.
-    # Threads only wait; the work is done in the processes.
+    self.start()  # Workers may have been closed in the meantime.
+    # The threads only wait; the work is done in the processes.
     in_worker = functools.partial(
       self._in_worker, time.monotonic() + self._batch_deadline_s
     )
@@ -132,14 +133,14 @@ class RewardPool:
 
     Args:
       reward_fn: a reward; with workers, a function of an importable module.
-        One with `batched = True` gets lists, with all responses of a group at
-        once, and returns a list. They share a process and their time limits.
-      workers: processes, as in `CallPool`.
-      grading: how numbers become verdicts.
+        With `batched = True` it receives lists, with all responses of a group
+        at once, and returns a list; a group shares a process and a time limit.
+      workers: number of processes, as in `CallPool`.
+      grading: conversion of numbers to verdicts.
       **deadlines: deadline_s and batch_deadline_s, as in `CallPool`.
 
     Raises:
-      ValueError: the reward needs workers or cannot be sent to them.
+      ValueError: The reward needs workers or cannot be sent to them.
     """
     if workers == 0 and getattr(reward_fn, "needs_worker", False):
       raise ValueError(
@@ -153,14 +154,14 @@ class RewardPool:
     self._calls = CallPool(fn, workers=workers, **deadlines)
 
   def judge(self, calls: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-    """Judges responses, in order; a failed reward is marked.
+    """Judges responses, in order; the verdict of a failed reward has an error.
 
     Args:
-      calls: what is known of each response, see `arguments`; those of equal
-        `group` are judged together by a batched reward.
+      calls: inputs of the reward for each response, see `arguments`; a batched
+        reward judges responses of equal `group` together.
 
     Raises:
-      InputError: a weight names a part that the first responses do not have.
+      InputError: A weight names a part that the first responses do not have.
     """
     verdicts, jobs = [None] * len(calls), {}
     parts: dict[Any, list[int]] = {}
@@ -185,10 +186,10 @@ class RewardPool:
     return verdicts
 
   def _check_weights(self, verdicts: Sequence[Verdict]) -> None:
-    """Refuses weights of parts that the first verdicts do not have."""
+    """Raises an InputError if weights name parts that the reward lacks."""
     if self._weights_fit or all(v.error for v in verdicts):
       return
-    # A TRL function has no part where it does not apply.
+    # A TRL function may give no part: it may not apply to any response.
     parts = {*getattr(self._reward_fn, "parts", ())}
     parts |= {name for verdict in verdicts for name in verdict.parts}
     for name in self._grading.weights:
@@ -207,7 +208,7 @@ class RewardPool:
 def checked(
   results: Any, failed: str | None, count: int, grading: Grading
 ) -> list[Verdict]:
-  """Checks a worker's verdicts, as code in a response may forge them."""
+  """Checks a worker's verdicts, because code in a response may forge them."""
   verdicts = [Verdict(False, None, failed or "crash")] * count
   if not failed and isinstance(results, list) and len(results) == count:
     for row, result in enumerate(results):
@@ -222,12 +223,12 @@ def _inner(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pickled(fn: Callable[..., Any]) -> str:
-  """Pickles a function for worker processes, by its name."""
+  """Pickles a function by name, for worker processes."""
   inner = _inner(fn)
   what = f"workers need a function of an importable module, got {inner}"
   with as_input_error(what, "use workers=0", Exception):
     if getattr(inner, "__module__", "") == "__main__":
-      raise ValueError("a worker has another module __main__")
+      raise ValueError("__main__ is a different module in a worker")
     return base64.b64encode(pickle.dumps(fn)).decode()
 
 
@@ -239,7 +240,7 @@ def serve(pickled: str) -> None:
   fn = pickle.loads(base64.b64decode(pickled))
   getattr(_inner(fn), "prepare", lambda: None)()
   kept = _children()  # Started by imported modules.
-  gc.freeze()  # A collection in a child would copy everything.
+  gc.freeze()  # A garbage collection in a child would copy all memory pages.
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
   print("started", file=answers, flush=True)
   for line in calls:
@@ -270,9 +271,12 @@ def serve(pickled: str) -> None:
 
 
 def _listen(read: int, calls: int, deadline_s: float) -> tuple[bytearray, str]:
-  """Reads the first line of a call's output, or why there is none.
+  """Reads the first line of a call's output.
 
-  Exits the worker if the process that started it has died.
+  Exits the worker if its parent process has died.
+
+  Returns:
+    The output so far, and the error to report if it is not a complete line.
   """
   said, end = bytearray(), time.monotonic() + deadline_s
   os.set_blocking(read, False)
@@ -291,7 +295,7 @@ def _listen(read: int, calls: int, deadline_s: float) -> tuple[bytearray, str]:
 
 
 def _end(child: int, kept: set[int]) -> None:
-  """Kills a child and its descendants, which the worker adopts as orphans."""
+  """Kills a child and its descendants, which are reparented to the worker."""
   left = {child}
   while left:
     for pid in left:
@@ -302,7 +306,7 @@ def _end(child: int, kept: set[int]) -> None:
 
 
 def _children() -> set[int]:
-  """Returns the children of this process; empty if /proc lacks them."""
+  """Returns the children of this process; empty if /proc does not list them."""
   with contextlib.suppress(FileNotFoundError):
     file = pathlib.Path("/proc/self/task", str(os.getpid()), "children")
     return set(map(int, file.read_text().split()))
@@ -314,8 +318,8 @@ def _answer(
 ) -> tuple[Any, str | None]:
   try:
     return fn(**given), None
-  # Any failure is an error, never a result. So is `exit()`, which would end
-  # the run if it were called inline.
+  # Any failure is an error, never a result. This includes `exit()`, which would
+  # end the run when called inline.
   except (Exception, SystemExit) as error:
     return None, failure(error)
 
@@ -323,14 +327,14 @@ def _answer(
 def _verdicts(
   reward_fn: RewardFn, grading: Grading, given: Sequence[Mapping[str, Any]]
 ) -> list[tuple]:
-  """Judges one response, or several by a batched reward."""
+  """Judges one response, or a group with a batched reward."""
   if getattr(reward_fn, "batched", False):
     together = {name: [x[name] for x in given] for name in given[0]}
     results = reward_fn(**together)
     if not isinstance(results, Sequence) or len(results) != len(given):
       raise TypeError(
-        f"it returned {str(results)[:40]!r}; give a list with a result for each"
-        f" of the {len(given)} responses"
+        f"it returned {str(results)[:40]!r}; return a list with a result for"
+        f" each of the {len(given)} responses"
       )
   else:
     results = [reward_fn(**x) for x in given]

@@ -1,8 +1,8 @@
-r"""Sums of square roots in text, read exactly and without evaluating anything.
+r"""Parses sums of square roots exactly, without evaluating any code.
 
-A number here is a sum of c·√n with rational c and square-free n, by n: the
-values that `\frac{3+2\sqrt{5}}{4}` and its like can have. They are added,
-multiplied, and divided by a single term; whatever else a text holds is None.
+A number is a sum of c·√n with rational c and square-free n, stored as a dict
+from n to c, such as the value of `\frac{3+2\sqrt{5}}{4}`. Numbers are added,
+multiplied, and divided by a single term; any other text gives None.
 """
 
 import fractions
@@ -13,17 +13,17 @@ _TOKEN = re.compile(
 )
 _ROOTS, _FRAC, _TIMES = (r"\sqrt", "√"), r"\frac", (r"\cdot", r"\times", "*")
 _BRACKETS = {"(": ")"}
-_ARGUMENT = _BRACKETS | {"{": "}"}  # Of a root or fraction.
-_LARGEST_ROOT = 10**6  # Its factors are looked for one by one.
+_ARGUMENT = _BRACKETS | {"{": "}"}  # Around arguments of roots and fractions.
+_LARGEST_ROOT = 10**6  # Factors are found by trial division.
 _MOST_DIGITS, _MOST_TOKENS, _MOST_TERMS, _DEEPEST = 30, 64, 8, 8
 Surd = dict[int, fractions.Fraction]  # Square-free n -> c.
 
 
 def canonical(text: str) -> str | None:
-  """One spelling for all spellings of an irrational number, else None.
+  """Returns the canonical form of an irrational number, else None.
 
-  Rational ones have no roots and are not read: `1+1` is an answer to no
-  question whose answer is 2.
+  Rational numbers are excluded, because sums would be evaluated: `1+1` must not
+  be accepted where the answer is 2.
   """
   value = parse_surd(text)
   if value is None or not any(root > 1 for root in value):
@@ -35,11 +35,12 @@ def parse_surd(text: str) -> Surd | None:
   r"""Reads sums, products and ratios of integers, decimals and square roots.
 
   Args:
-    text: with `\sqrt{n}`, `\sqrt n`, `√n`, `\frac{a}{b}`, `+ - * /`, `\cdot`,
-      brackets, and products written side by side as in `2\sqrt{3}`.
+    text: text that may contain `\sqrt{n}`, `\sqrt n`, `√n`, `\frac{a}{b}`,
+      `+ - * /`, `\cdot`, brackets, and implicit products as in `2\sqrt{3}`.
 
   Returns:
-    The value, or None where it is no such number, too large or too deep.
+    The value; None if the text is not such a number, too large or too deeply
+    nested.
   """
   tokens = _TOKEN.findall(text)
   if "".join(tokens) != re.sub(r"\s", "", text) or len(tokens) > _MOST_TOKENS:
@@ -54,12 +55,12 @@ def parse_surd(text: str) -> Surd | None:
   return None if tokens else value
 
 
-# Recursive descent: each function pops the tokens that it reads off the end of
-# a list, and raises ValueError or LookupError if they are something else.
+# Recursive descent: each function pops its tokens off the end of a list, and
+# raises a ValueError or LookupError if they are not what it parses.
 
 
 def _read(tokens: list[str], *wanted: str) -> str:
-  """Reads the next token if it is one of some; returns '' if it is not."""
+  """Pops and returns the next token if it is in `wanted`; otherwise ''."""
   return tokens.pop() if tokens and tokens[-1] in wanted else ""
 
 
@@ -100,7 +101,7 @@ def _factor(tokens: list[str], depth: int) -> Surd:
 
 
 def _number(tokens: list[str], depth: int, brackets: dict[str, str]) -> Surd:
-  """Reads digits, or a sum in brackets."""
+  """Parses digits, or a sum in brackets."""
   token = tokens.pop()
   if token[0].isdigit():
     value = fractions.Fraction(token)
@@ -131,7 +132,7 @@ def _over(a: Surd, b: Surd) -> Surd:
 
 
 def _root(x: fractions.Fraction) -> Surd:
-  """√x as c·√n: of a ratio √(p·q)/q."""
+  """Returns √x as c·√n, using √(p/q) = √(p·q)/q."""
   inner = x.numerator * x.denominator
   if not 0 <= inner <= _LARGEST_ROOT:
     raise ValueError("a root of a negative or a very large number")

@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# A function of text; see `arguments` for what it reads and `as_verdict` for
-# what it returns.
+# Reward function; see `arguments` for its inputs and `as_verdict` for its
+# results.
 RewardFn = Callable[..., Any]
 
 
@@ -17,14 +17,14 @@ RewardFn = Callable[..., Any]
 class Verdict:
   """The verdict of a reward on one response.
 
-  A failed reward has no verdict: `error` gives the reason, and the response is
-  not counted as wrong.
+  If the reward failed, there is no verdict: `error` gives the reason, and the
+  response does not count as wrong.
   """
 
-  # None: decided by `value` above the threshold or, with parts, by the part
-  # 'right', else the first.
+  # None: whether `value`, or with parts the part 'right', else the first part,
+  # exceeds the threshold.
   correct: bool | None
-  extracted: str | None = None  # The answer that was found in the response.
+  extracted: str | None = None  # Answer found in the response.
   error: str | None = None  # 'timeout', 'crash' or 'error: ...'.
   value: float | None = None  # None: reward.correct or reward.incorrect.
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -34,16 +34,16 @@ class Grading(NamedTuple):
   """The conversion of numbers to verdicts.
 
   Attributes:
-    weights: weights of parts, by name; 1 where a part is not named.
-    threshold: a response is correct if its value, or the part that decides, is
-      above it.
+    weights: weights of parts, by name; 1 for parts that are not named.
+    threshold: a response is correct if its value, or the deciding part, exceeds
+      this.
   """
 
   weights: Mapping[str, float] = {}
   threshold: float = 0.5
 
   def value(self, parts: Mapping[str, float]) -> float:
-    """The weighted sum of parts."""
+    """Returns the weighted sum of parts."""
     return sum(self.weights.get(k, 1.0) * x for k, x in parts.items())
 
 
@@ -57,10 +57,10 @@ def arguments(fn: RewardFn, known: Mapping[str, Any]) -> dict[str, Any]:
   Args:
     fn: the function; `**columns` receives all columns that it does not name.
     known: values by name; `columns` is the row of the data, whose columns are
-      known by their own names too, unless something else has that name.
+      also available by name, unless another value has that name.
 
   Raises:
-    TypeError: there is nothing of that name, and it has no default.
+    TypeError: An argument without a default matches no value.
   """
   columns, given = known["columns"], {}
   values = {**columns, **known}
@@ -79,13 +79,15 @@ def as_verdict(result: Any, grading: Grading = PLAIN) -> Verdict:
   """Converts the result of a reward to a verdict.
 
   Args:
-    result: a verdict, a bool (is it right?), a number (the reward itself), or
-      a mapping from names of parts to numbers, whose weighted sum is the value.
-      Of these the part 'right', or else the first one, says whether it is.
+    result: a verdict, a bool (whether the response is correct), a number (the
+      reward), or a mapping from names of parts to numbers, whose weighted sum
+      is the reward; the part 'right', or else the first part, then decides
+      whether the response is correct.
     grading: weights and threshold.
 
   Raises:
-    TypeError, ValueError: it is something else, or no finite number.
+    TypeError: The result, or a number in it, has another type.
+    ValueError: A number is not finite.
   """
   result = scalar(result)
   if isinstance(result, bool):
@@ -111,10 +113,11 @@ def as_verdict(result: Any, grading: Grading = PLAIN) -> Verdict:
 
 
 def number(value: Any, what: str) -> float:
-  """The value as a float.
+  """Converts a value to a float.
 
   Raises:
-    TypeError, ValueError: it is no number, or none that is finite.
+    TypeError: The value is not a number.
+    ValueError: The number is not finite.
   """
   value = scalar(value)
   if not isinstance(value, numbers.Real):
@@ -136,7 +139,7 @@ def failure(error: Exception) -> str:
 
 
 def _at(error: Exception) -> str:
-  """Returns the innermost line of the first file outside this folder."""
+  """Returns the innermost line in the first file outside this package."""
   here = pathlib.Path(__file__).parent
   frames = traceback.extract_tb(error.__traceback__)
   frames = [f for f in frames if pathlib.Path(f.filename).parent != here]

@@ -9,6 +9,7 @@ from typing import Any
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.prompt_source import PROMPT_SOURCES, PromptSource
+from jaxrl_llm.learner import choices
 from jaxrl_llm.learner.build_algorithm import make_algorithm
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.learner.parts import leaves_of
@@ -182,9 +183,11 @@ def windows(config: Any) -> Rules:
   """Checks T-PPO's windows and over-provisioning."""
   schedule, estimator = config.schedule, config.estimator
   windowed = schedule.window > 0
+  made, _ = choices.made(
+    choices.ESTIMATORS, "estimator", estimator.to_dict())
   whole = schedule.stop == "all" and not schedule.dynamic_sampling
   return [
-    (windowed and (not has_critic(config) or estimator.name == "evpo"),
+    (windowed and (not has_critic(config) or of_learner.compares_groups(made)),
       "schedule.window, estimator.name",
       "group baselines need whole groups, but windows end their responses in"
       " different steps; use estimator.name='gae' or schedule.window=0"),

@@ -6,16 +6,25 @@ from typing import Any
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import rewards
 from jaxrl_llm.learner.choices import (
+  ESTIMATORS,
   POLICY_LOSSES,
   correction_of,
   has_critic,
   logits_processors,
+  made,
 )
+from jaxrl_llm.learner.parts import Part
 from jaxrl_llm.masked import NORM_MODES
 from jaxrl_llm.models.numerics import FORMATS
 
 # (whether a config violates it, keys that do not go together, what to do)
 Rules = list[tuple[Any, str, str]]
+
+
+def compares_groups(estimator: Part) -> bool:
+  """Returns whether advantages depend on other responses to the prompt."""
+  return not {"groups", "example_id"}.isdisjoint(estimator.reads)
+
 
 # Each rule: its condition and keys on the first lines, then the advice.
 # fmt: off
@@ -24,13 +33,13 @@ def groups(config: Any) -> Rules:
   """Checks group baselines and the pretraining of a critic."""
   estimator, size = config.estimator, config.data.group_size
   name, center, pivot = estimator.name, estimator.center, estimator.drop_pivot
-  of_wholes = name in (
-    "cross_probe", "example", "gdpo", "group", "hinted", "inter_intra", "maxrl",
-    "optimal_baseline", "sharpened", "token_group")
-  grouped = of_wholes or (name == "reward_to_go" and center != "none")
+  part, read = made(ESTIMATORS, "estimator", estimator.to_dict())
+  uncentered = "center" in read and center == "none"
+  grouped = compares_groups(part) and not (has_critic(config) or uncentered)
   has_pivot = (name, center) == ("group", "median")
   return [
-    (of_wholes and estimator.gamma < 1, "estimator.gamma, estimator.name",
+    ("gamma" not in read and estimator.gamma < 1,
+      "estimator.gamma, estimator.name",
       "this estimator has no discount; use gamma=1 or 'reward_to_go'"),
     (grouped and size < 2, "data.group_size, estimator.name",
       "a group baseline needs data.group_size=2 or more"),
@@ -64,9 +73,8 @@ def off_policy(config: Any) -> Rules:
   """Checks the proximal policy against the loss and other readers of scores."""
   proximal, name = config.off_policy.proximal, config.loss.name
   unscored = proximal in ("stored", "interpolate")
-  make, loss = POLICY_LOSSES[name], config.loss.to_dict()
+  loss, _ = made(POLICY_LOSSES, "loss", config.loss.to_dict())
   no_ratio = proximal == "none"
-  reads = no_ratio and make({**loss, **loss["settings"]}).reads
   scored = {
     "off_policy.ess_scale": config.off_policy.ess_scale,
     "estimator.name": config.estimator.name == "optimal_baseline",
@@ -81,7 +89,7 @@ def off_policy(config: Any) -> Rules:
     (proximal == "ewma" and name not in ("clip", "cispo"),
       "off_policy.proximal, loss.name",
       "'ewma' needs a ratio per token; use loss.name='clip' or 'cispo'"),
-    (no_ratio and "proximal_logprobs" in reads,
+    (no_ratio and "proximal_logprobs" in loss.reads,
       "loss.name, off_policy.proximal",
       "this loss takes a ratio; use proximal='recompute', or"
       " loss.name='likelihood'"),
@@ -205,12 +213,14 @@ def losses(config: Any) -> Rules:
   loss, environment = config.loss, config.environment
   reward = rewards.REWARDS[config.reward.name]
   counts_turns = "conversation" in inspect.signature(reward).parameters
+  estimator, _ = made(ESTIMATORS, "estimator", config.estimator.to_dict())
+  _, read = made(POLICY_LOSSES, "loss", loss.to_dict())
   shaped = {
     "reward.overlong_buffer": config.reward.overlong_buffer,
     "loss.kl_reward_coefficient": loss.kl_reward_coefficient,
   }
   return [
-    *((used and config.estimator.name in ("distillation", "gdpo"),
+    *((used and "token_rewards" not in estimator.reads,
       f"estimator.name, {key}",
       f"this estimator does not read the reward that {key} changes; set it"
       " to 0")
@@ -218,9 +228,7 @@ def losses(config: Any) -> Rules:
     (loss.kl_coefficient and loss.kl_reward_coefficient,
       "loss.kl_coefficient, loss.kl_reward_coefficient",
       "use the KL as a loss or in the reward; set one of them to 0"),
-    (loss.dual_clip and loss.name in (
-        "cispo", "dis", "dppo_kl", "dppo_tv", "gspo", "kpop",
-        "policy_gradient", "sapo_gate"),
+    (loss.dual_clip and "dual_clip" not in read,
       "loss.dual_clip, loss.name",
       "this loss has no dual clip; use dual_clip=None, or 'clip' or 'hapo'"),
     (loss.norm and loss.mode not in NORM_MODES, "loss.norm, loss.mode",

@@ -24,7 +24,7 @@ def speed(learner: Learner, row: dict[str, float]) -> dict[str, float]:
     if learner.critic is not None:
       config = learner.critic.fns.config
       head = config.vocab_size * config.hidden_size
-      multiplied = multiplied_params(config) - head
+      multiplied = learner.critic.fns.count * (multiplied_params(config) - head)
       done += (2 + 6 * learner.critic.settings.epochs) * multiplied
     names = ("score", "update_value", "update_policy")
     seconds = sum(row.get(f"time/{name}_s", 0.0) for name in names)

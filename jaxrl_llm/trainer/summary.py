@@ -46,8 +46,10 @@ def _model(run: Run) -> str:
     parts.append(f"{trained:,} of them trained")
   if (critic := run.learner.critic) is not None:
     own = models.num_params(critic.fns.config)
+    count = critic.fns.count
+    critics = f"{count} critics" if count > 1 else "a critic"
     parts.append(
-      f"a critic of {'the same size' if own == size else f'{own:,}'}"
+      f"{critics} of {'the same size' if own == size else f'{own:,}'}"
     )
   parts.append(f"computed in {config.model.dtype}")
   return ", ".join(parts) + (f"; {config.model.path}" * bool(config.model.path))

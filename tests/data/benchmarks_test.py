@@ -75,7 +75,9 @@ class TestFindSets:
   @pytest.mark.parametrize("name", ["math", "sumz", "", "a.jsonl,"])
   def test_what_is_no_set(self, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="is no evaluation set.*olympiadbench"):
+    with pytest.raises(
+      InputError, match="is not an evaluation set.*olympiadbench"
+    ):
       find_sets(name)
 
 
@@ -90,7 +92,7 @@ class TestTrainingFiles:
     )
 
   def test_what_is_for_evaluation_only(self):
-    with pytest.raises(InputError, match="math500: is for evaluation only"):
+    with pytest.raises(InputError, match="math500 is for evaluation only"):
       benchmarks.training_files("math500", "jsonl")
 
   def test_what_is_not_in_the_cache(self, tmp_path, monkeypatch):

@@ -154,15 +154,18 @@ class TestFiles:
     [
       (b"{nope", "not JSON"),
       (b"[" * 100_000, "not JSON"),
-      (b'{"question": "1", "answer": NaN}', "NaN is no JSON number"),
+      (b'{"question": "1", "answer": NaN}', "NaN is not a JSON number"),
       (b'"text"', "holds a str"),
       (b"null", "holds a NoneType"),
       (b"\xff", "not UTF-8 .* byte 0xff in position 0"),
-      ({"question": "1?"}, "no field 'answer'; it has 'question'; say by"),
+      ({"question": "1?"}, "no field 'answer'; it has 'question'; map them"),
       ({"answer": "1"}, "'prompt' or 'messages' or 'question'; it has 'ans"),
       ({"prompt": "1", "messages": ASKED}, "give either 'prompt' or 'mess"),
       ({**GOOD, "answer": True}, "'answer' is a bool; give a text or a num"),
-      ({**GOOD, "question": " "}, "'question' is ' '; give a text, not empty"),
+      (
+        {**GOOD, "question": " "},
+        "'question' is ' '; give a text that is not blank",
+      ),
       ({**GOOD, "question": 3}, "'question' is 3; give a text, or a list of"),
       ({"prompt": [{"role": "user"}]}, "'prompt' is .*; give a text, or a l"),
       ({"prompt": []}, r"'prompt' is \[\]; give a text, or a list"),
@@ -362,6 +365,6 @@ class TestHoldOut:
     with pytest.raises(InputError, match=said):
       sources.hold_out(asked("a", "a"), 0.5, "mine")
     with pytest.raises(
-      InputError, match="choose eval.source, or let the source"
+      InputError, match="choose eval.source, or give the source"
     ):
       sources.hold_out(tasks.ChainSum(), 0.5, "endless")

@@ -292,7 +292,7 @@ class TestParts:
       ("estimator__settings", {"bonos": 1.0}, "no chosen part .* 'bonos'"),
       ("estimator__settings", {"gamma": 1.0}, "set config.estimator.gamma"),
       ("loss__settings", {"scale": 1.0, "x": 2}, "no chosen part .* 'x'"),
-      ("loss__settings", {}, "surprise needs a value of 'scale'"),
+      ("loss__settings", {}, "surprise needs a value for 'scale'"),
       ("loss__auxiliary", {"surprize": 1.0}, "no auxiliary loss 'surprize'"),
       ("loss__auxiliary", {"surprise": "1"}, "'surprise' is '1'; give a num"),
       # Its mask has a number of tokens of its own.

@@ -128,11 +128,11 @@ class TestCheckRows:
   @pytest.mark.parametrize(
     ("parts", "said"),
     [
-      ([[3, 0], [1]], "4 responses .* hold 3, 3 of them different"),
-      ([[3, 0], [1, 2], [1, 2]], "4 responses .* hold 6, 4 of them different"),
-      ([[3, 0], [1, 1]], "4 responses .* hold 4, 3 of them different"),
-      ([[3, 0], [1, 7]], "4 responses .* hold 4, 4 of them different"),
-      ([], "4 responses .* hold 0, 0 of them different"),
+      ([[3, 0], [1]], "4 responses .* contain 3, 3 of them"),
+      ([[3, 0], [1, 2], [1, 2]], "4 responses .* contain 6, 4 of them"),
+      ([[3, 0], [1, 1]], "4 responses .* contain 4, 3 of them"),
+      ([[3, 0], [1, 7]], "4 responses .* contain 4, 4 of them"),
+      ([], "4 responses .* contain 0, 0 of them"),
     ],
     ids=["lost", "mini-batch twice", "response twice", "another", "none"],
   )

@@ -16,6 +16,9 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import estimates
 from jaxrl_llm.trainer.validation import validate
 
+# Mini-batches of a batch whose groups have one response.
+_ONE = {f"optimizer__{role}__mini_batch": 8 for role in ("policy", "value")}
+
 
 def centered(token_rewards, mask):
   """An estimator of one's own: the reward less the mean of the batch."""
@@ -189,8 +192,26 @@ class TestRegister:
     config.estimator.name = "gae"
     validate(config)
 
+  @pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+      ({"data__group_size": 1, **_ONE}, "group baseline"),
+      ({"estimator__gamma": 0.9}, "no discount"),
+      ({"loss__dual_clip": 3.0}, "no dual clip"),
+      ({"reward__overlong_buffer": 4}, "does not read the reward"),
+    ],
+  )
+  def test_settings_without_an_effect_are_refused(self, changes, said):
+    register.estimator("own", lambda mask, groups: mask * groups[:, None])
+    register.loss("own", lambda logprobs, advantages: -advantages * logprobs)
+    own = {"estimator__name": "own", "loss__name": "own"}
+    own |= {"value__pretrain_steps": 0}
+    validate(tiny_run.make_config("none", **own))
+    with pytest.raises(InputError, match=said):
+      validate(tiny_run.make_config("none", **own, **changes))
+
   def test_a_taken_name_of_an_input_is_refused(self):
-    said = "there is an input '{}' already; choose another name"
+    said = "an input '{}' already exists; choose another name"
     for name in ("policy_mask", "logprobs", "rewards", "to_come"):
       if name == "to_come":
         register.token_input(name, to_come)

@@ -141,7 +141,7 @@ class TestTokens:
   def test_a_template_without_ends_cannot_separate_turns(self, tokenizer):
     source = make_source(tokenizer, {"messages": TALK})
     source._template = lambda example: tokenizer.encode("2+2?")
-    with pytest.raises(InputError, match="one answer a row"):
+    with pytest.raises(InputError, match="one answer per row"):
       source.check([0])
 
 

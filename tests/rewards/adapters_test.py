@@ -195,7 +195,7 @@ class TestTrl:
     (found,) = verdicts(
       tmp_path, TRL, name="trl", function="scalar", calls=[call("4")]
     )
-    assert "scalar returned '1.0'; give a list" in found.error
+    assert "scalar returned '1.0'; return a list" in found.error
 
 
 class TestRefusals:

@@ -104,7 +104,8 @@ def test_an_exported_critic_starts_another_run(model, trained, tmp_path):
   chex.assert_trees_all_equal(learner.critic.trained, params)
   assert run.pretraining is None
   # Each of two critics begins with it.
-  _, learner = started_from(model, out, value__ensemble="halves")
+  run, learner = started_from(model, out, value__ensemble="halves")
+  assert "2 critics of the same size" in summary.describe(run)[1]
   for name in ("first", "second"):
     chex.assert_trees_all_equal(learner.critic.trained[name], params)
 

@@ -23,14 +23,14 @@ class TestSpeed:
     "time/update_value_s": 3.0,
   }
 
-  def make_learner(self, critic=True, tied=True, layers=2):
+  def make_learner(self, critic=True, tied=True, layers=2, critics=1):
     config = dataclasses.replace(
       tiny_run.model_config(), tie_word_embeddings=tied
     )
     smaller = dataclasses.replace(config, num_layers=layers)
     model = lambda epochs, config=config: types.SimpleNamespace(
       settings=types.SimpleNamespace(epochs=epochs),
-      fns=types.SimpleNamespace(config=config),
+      fns=types.SimpleNamespace(config=config, count=critics),
     )
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     return types.SimpleNamespace(
@@ -64,6 +64,14 @@ class TestSpeed:
     seconds = 6.0 if critic else 3.0
     flops = done * 300.0
     np.testing.assert_allclose(got, flops / seconds / (1e6 * 2))
+
+  def test_an_ensemble_does_more(self, monkeypatch):
+    monkeypatch.setitem(speed.PEAK_FLOPS, "cpu", 1e6)
+    none, one, two = (
+      speed.speed(self.make_learner(**settings), self.ROW)["perf/mfu"]
+      for settings in ({"critic": False}, {}, {"critics": 2})
+    )
+    np.testing.assert_allclose(two - one, one - none)
 
   def test_a_smaller_critic_does_less(self, monkeypatch):
     monkeypatch.setitem(speed.PEAK_FLOPS, "cpu", 1e6)

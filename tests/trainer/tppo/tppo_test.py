@@ -40,8 +40,8 @@ class TestEveryTokenOnce:
   @pytest.mark.parametrize(
     ("role", "fault", "said"),
     [
-      ("policy", lambda batches: batches[:-1], "hold 16, 16 of"),
-      ("critic", lambda batches: [*batches, batches[-1]], "hold 48,"),
+      ("policy", lambda batches: batches[:-1], "contain 16, 16 of"),
+      ("critic", lambda batches: [*batches, batches[-1]], "contain 48,"),
     ],
     ids=["lost", "doubled"],
   )
@@ -57,7 +57,5 @@ class TestEveryTokenOnce:
     monkeypatch.setattr(Packer, "mini_batches", mini_batches)
     # All end at once, so that there are two mini-batches of both.
     chosen = whole_responses(run)
-    with pytest.raises(
-      RuntimeError, match=f"32 responses .* trained on once, .* {said}"
-    ):
+    with pytest.raises(RuntimeError, match=f"of 32 responses once, .* {said}"):
       record(chosen, 1)
