@@ -32,8 +32,11 @@ def test_reach_the_source(model):
 @pytest.mark.parametrize(
   ("settings", "why"),
   [
-    ({"mots": 8}, r"unexpected keyword argument 'mots'.*; the settings of"),
-    ({"most": 0}, r"most=0 must be positive\); the settings of 'budgets'"),
+    ({"mots": 8}, r"unexpected keyword argument 'mots'.*the settings of"),
+    (
+      {"most": 0},
+      r"most=0 must be positive\); correct the settings of 'budgets'",
+    ),
     ({"seed": 1}, r"multiple values for keyword argument 'seed'"),
   ],
 )
