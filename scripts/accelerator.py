@@ -87,9 +87,8 @@ def measure_tail(
 ) -> Iterator[Numbers]:
   """Seconds that generating takes, whole responses or windows of them."""
   rates, begin_s = {}, time.monotonic()
-  settings = {"run.steps": _TAIL_STEPS[options.sizes]}
-  settings |= {"value.pretrain_steps": 0}
-  settings |= {"eval.problems": 2, "eval.samples": 1}
+  settings = {"value.pretrain_steps": 0, "eval.problems": 2, "eval.samples": 1}
+  settings["run.steps"] = _TAIL_STEPS[options.sizes]
   flags = [f"--config.{key}={value}" for key, value in settings.items()]
   for name, method in (("full", "vapo"), ("windows", "tppo")):
     left = limit_s - (time.monotonic() - begin_s)
@@ -111,11 +110,13 @@ def measure_tail(
 
 
 def measure_training(
-  flags: list[str], options: argparse.Namespace, limit_s: float
+  method: str, settings: str, options: argparse.Namespace, limit_s: float
 ) -> Iterator[Numbers]:
   """Rewards and held-out accuracy of a run, first and last."""
   begin_s = time.monotonic()
-  rows = train([flag.format(**vars(options)) for flag in flags], limit_s)
+  flags = [f"--config.{setting}" for setting in settings.split()]
+  flags = [flag.format(**vars(options)) for flag in flags]
+  rows = train([f"--config={method}", *flags], limit_s)
   yield {"seconds": time.monotonic() - begin_s, "steps": rows[-1]["step"]}
   for end in ("/greedy", "/avg@4", "reward/accuracy"):
     found = [(r["step"], k, r[k]) for r in rows for k in r if k.endswith(end)]
@@ -123,6 +124,9 @@ def measure_training(
       yield {f"{key.rpartition('/')[2]}_at_{step}": value}
 
 
+# Settings of GRPO on GSM8K, with the flags of this program in braces.
+_GSM8K = """model.path={model} data.path={data} model.dtype=bfloat16
+run.steps=1000 eval.problems=64 eval.greedy=True eval.every=25"""
 _Part = Callable[[argparse.Namespace, float], Iterator[Numbers]]
 # Name -> function that measures it, and its share of the time. What a part
 # leaves of its share goes to those after it.
@@ -132,21 +136,9 @@ PARTS: dict[str, tuple[_Part, float]] = {
     for name, share in zip(devices.PARTS, (30, 130, 130, 60, 60))
   },
   "tail": (measure_tail, 80),
-  "grpo": (functools.partial(measure_training, ["--config=grpo"]), 80),
+  "grpo": (functools.partial(measure_training, "grpo", ""), 80),
   "gsm8k": (
-    functools.partial(
-      measure_training,
-      [
-        "--config=grpo:gsm8k-smoke",
-        "--config.model.path={model}",
-        "--config.data.path={data}",
-        "--config.model.dtype=bfloat16",
-        "--config.run.steps=1000",
-        "--config.eval.problems=64",
-        "--config.eval.greedy=True",
-        "--config.eval.every=25",
-      ],
-    ),
+    functools.partial(measure_training, "grpo:gsm8k-smoke", _GSM8K),
     200,
   ),
 }

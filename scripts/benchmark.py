@@ -17,6 +17,7 @@ run alternately with a fresh process of ours; see docs/benchmarks.md. Exit code
 """
 
 import argparse
+import math
 import os
 import sys
 from typing import Any
@@ -27,33 +28,34 @@ from parts import program
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import transformer
 
-_OF_MODELS = tuple(
-  "shape sampler_dtype batch prompt_length new_tokens repeats".split()
-)
-_OF_ROLLOUTS = (*_OF_MODELS, "prompts", "group_size", "median", "p99")
-_OF_STEPS = ("group_size", "micro_batch_size", "max_tokens_per_row")
-_OF_STEPS += ("remat_policy",)
-_OF_ESTIMATORS = ("rows", "length", "group_size", "repeats")
+_MODEL = "shape sampler_dtype batch prompt_length new_tokens repeats"
+_TAIL = f"{_MODEL} prompts group_size median p99"
+_STEP = f"{_MODEL} group_size micro_batch_size max_tokens_per_row remat_policy"
 _LOOP = "numpy_loop"
 # Part -> what measures it, and the options that it depends on.
 PARTS = {
-  "sampler": (workloads.measure_sampler, (*_OF_MODELS, "slots")),
-  "rollouts": (workloads.measure_rollouts, _OF_ROLLOUTS),
-  "prefill": (workloads.measure_prefill, _OF_MODELS),
-  "simulator": (workloads.measure_simulator, _OF_ROLLOUTS),
-  "train_step": (train_steps.measure_train_step, (*_OF_MODELS, *_OF_STEPS)),
-  "estimators": (workloads.measure_estimators, _OF_ESTIMATORS),
-  "checkpoint": (checkpoints.measure_checkpoint, ("megabytes", "repeats")),
+  "sampler": (workloads.measure_sampler, f"{_MODEL} slots"),
+  "rollouts": (workloads.measure_rollouts, _TAIL),
+  "prefill": (workloads.measure_prefill, _MODEL),
+  "simulator": (workloads.measure_simulator, _TAIL),
+  "train_step": (train_steps.measure_train_step, _STEP),
+  "estimators": (
+    workloads.measure_estimators,
+    "rows length group_size repeats",
+  ),
+  "checkpoint": (checkpoints.measure_checkpoint, "megabytes repeats"),
 }
+
+
+def settings_of(options) -> dict[str, Any]:
+  """Returns the options that the part depends on."""
+  names = PARTS[options.part][1].split()
+  return {name: getattr(options, name) for name in names}
 
 
 def alone_command(options) -> list[str]:
   """The same measurement without peers, as a program of its own."""
-  flags = []
-  for name in PARTS[options.part][1]:
-    value = getattr(options, name)
-    switch = f"--{'' if value else 'no-'}{name}"
-    flags.append(switch if type(value) is bool else f"--{name}={value}")
+  flags = [f"--{name}={value}" for name, value in settings_of(options).items()]
   return [sys.executable, os.path.abspath(__file__), options.part, *flags]
 
 
@@ -61,26 +63,17 @@ def run(options) -> dict[str, Any]:
   """Measures, alone or with peers; returns what is printed at the end."""
   load = os.getloadavg()
   if options.peers:
-    result = peers.side_by_side(
-      alone_command(options),
-      options.peers,
-      part=options.part,
-      shape=options.shape,
-      rounds=options.rounds,
-      timeout_s=options.timeout_s,
-      wait_idle_s=options.wait_idle,
-    )
+    result = peers.side_by_side(alone_command(options), options)
   else:
     summary.wait_until_idle(options.wait_idle)
     result = summary.summarize(PARTS[options.part][0](options))
     result |= {"ratios": {}, "peers": {}, "errors": {}}
   medians = result["medians"]
   if loop_s := medians.get(f"{_LOOP}_gae_s"):
-    ratios = summary.speed_ratios(medians, {"gae_s": loop_s})
-    result["ratios"][_LOOP] = ratios
-  settings = {key: getattr(options, key) for key in PARTS[options.part][1]}
+    loop = {"gae_s": loop_s}
+    result["ratios"][_LOOP] = summary.speed_ratios(medians, loop)
   return (
-    {"part": options.part, "settings": settings}
+    {"part": options.part, "settings": settings_of(options)}
     | result
     | summary.describe_machine()
     | {"load_before": load, "load_after": os.getloadavg()}
@@ -92,8 +85,8 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument("part", metavar="PART", help=", ".join(PARTS))
   add = parser.add_argument
   add("--shape", default="tiny", help=", ".join(peers.SHAPES))
-  dtypes = {"choices": ("float32", "bfloat16"), "default": "float32"}
-  add("--sampler_dtype", **dtypes, help="of its weights and products")
+  help_ = "of its weights and products"
+  add("--sampler_dtype", **program.DTYPE, help=help_)
   add("--batch", type=int, default=16, help="responses")
   add("--slots", type=int, help="of the sampler, --batch by default")
   add("--group_size", type=int, default=4, help="responses per prompt")
@@ -102,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
   add("--prompts", type=int, default=64, help="of rollouts")
   add("--median", type=int, default=64, help="tokens, of rollouts")
   add("--p99", type=int, default=512, help="tokens, of rollouts")
-  add("--micro_batch_size", type=int, help="rows per gradient, by shape")
+  add("--micro_batch_size", type=int, default=4, help="rows per gradient")
   row = "of a packed row, where responses share their prompt; one by default"
   add("--max_tokens_per_row", type=int, help=row)
   remat = {"choices": list(transformer.REMAT_POLICIES), "default": "full"}
@@ -111,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
   add("--length", type=int, default=24576, help="of estimators, tokens")
   add("--megabytes", type=int, default=400, help="of a checkpoint")
   add("--repeats", type=int, default=3, help="timed after a warm-up")
-  several = {"action": "append", "default": [], "metavar": "NAME=COMMAND"}
+  several = program.REPEATED | {"metavar": "NAME=COMMAND"}
   add("--peer", **several, help="prints a JSON object; can be repeated")
   add("--rounds", type=int, default=2, help="with peers: A B, B A, ...")
   add("--timeout_s", type=float, default=3600.0, help="of one program")
@@ -131,18 +124,11 @@ def check(options) -> None:
   if options.shape not in peers.SHAPES:
     known = ", ".join(peers.SHAPES)
     raise InputError(f"--shape {options.shape!r} must be one of {known}")
+  counts = [name for name, x in vars(options).items() if type(x) is int]
+  program.check_ranges(options, **dict.fromkeys(counts, (1, math.inf)))
   longest = options.prompt_length + options.new_tokens
-  shape = peers.SHAPES[options.shape]
-  for name, default in (
-    ("micro_batch_size", shape.micro_batch_size),
-    ("slots", options.batch),
-    ("max_tokens_per_row", longest),
-  ):
-    if getattr(options, name) is None:
-      setattr(options, name, default)
-  for name, value in vars(options).items():
-    if type(value) is int and value < 1:
-      raise InputError(f"--{name}={value} must be at least 1")
+  options.slots = options.slots or options.batch
+  options.max_tokens_per_row = options.max_tokens_per_row or longest
   if options.batch % options.group_size:
     raise InputError(
       f"--batch={options.batch} must be a multiple of"

@@ -52,11 +52,10 @@ if __name__ == "__main__":  # Before JAX, which takes seconds.
   command_line.answer_help(sys.argv)
 
 import jax  # noqa: E402
-from parts import topology  # noqa: E402
+from parts import dry_run, topology  # noqa: E402
 
 from jaxrl_llm import models, sharding  # noqa: E402
 from jaxrl_llm.errors import InputError  # noqa: E402
-from jaxrl_llm.learner.lower import lower  # noqa: E402
 from jaxrl_llm.metrics.chips import Chip  # noqa: E402
 from jaxrl_llm.models import hf  # noqa: E402
 from jaxrl_llm.models.shapes import MODELS  # noqa: E402
@@ -99,29 +98,24 @@ class Programs:
     transfer = sampler.make_transfer(fns[0], whole, both)
     self.mesh = dict(both.trainer.shape)
     self.sampler_mesh = dict(both.sampler.shape)
-    self.lowered = engine.lower(
-      transfer.shapes,
-      prompts=engine.prompts_at_a_time(config.data.group_size),
-      window=config.schedule.window > 0,
-    ) | lower(self.learner)
+    self.lowered = dry_run.lower_all(
+      config, self.learner, engine, transfer.shapes
+    )
+    size = sharding.bytes_per_device
+    shared = critic.base if critic and critic.shares_base else ()
+    own = critic.base if critic and not critic.shares_base else ()
     self.kept = {
-      "policy": sharding.bytes_per_device([policy.shapes, policy.base]),
-      "value": sharding.bytes_per_device(
-        critic and [critic.shapes, () if critic.shares_base else critic.base]
-      ),
-      "sampler": sharding.bytes_per_device(transfer.shapes),
+      "policy": size([policy.shapes, policy.base]),
+      "value": size([critic.shapes, own]) if critic else 0,
+      "sampler": size(transfer.shapes),
     }
     # Bytes of a base that policy and critic share, which is held once.
-    self.shared = 0.0
-    if critic and critic.shares_base:
-      self.shared = sharding.bytes_per_device(critic.base)
+    self.shared = size(shared)
     # The part of it that scoring receives.
-    self.parameters = {
-      "policy": sharding.bytes_per_device(whole),
-      "value": sharding.bytes_per_device(critic.params) if critic else 0.0,
-    }
+    self.parameters = {"policy": size(whole)}
+    self.parameters["value"] = size(critic.params) if critic else 0
     if "ref_logprobs" in self.learner.algorithm.leaves:
-      self.kept["reference"] = sharding.bytes_per_device(policy.shapes.trained)
+      self.kept["reference"] = size(policy.shapes.trained)
 
 
 def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:

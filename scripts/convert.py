@@ -59,19 +59,17 @@ def convert(options) -> str:
     return _take(source, name, options.take)
   if options.form:
     return _export(source, step, name, options)
-  policy = api.Policy(source, step)
+  policy, facts = api.Policy(source, step), ""
   if options.adapters:
+    name = "adapters"
     policy.save_adapters(options.out)
-    return f"wrote the adapters of step {policy.step} to {options.out}"
-  if options.critic:
+  elif options.critic:
     policy.save_critic(options.out, dtype=options.dtype)
-    return f"wrote the critic of step {policy.step} to {options.out}"
-  policy.save(options.out, dtype=options.dtype)
-  count = models.num_params(policy.model_config)
-  return (
-    f"wrote the policy of step {policy.step} to {options.out}: {count:,}"
-    f" parameters, {options.dtype}"
-  )
+  else:
+    policy.save(options.out, dtype=options.dtype)
+    count = models.num_params(policy.model_config)
+    facts = f": {count:,} parameters, {options.dtype}"
+  return f"wrote the {name} of step {step} to {options.out}{facts}"
 
 
 def _check(options) -> None:
@@ -186,14 +184,10 @@ def main(arguments: list[str] | None = None) -> None:
   what.add_argument("--critic", action="store_true", help=help_)
   help_ = "write the moments, too; the form of the directory"
   add("--form", choices=foreign.FORMS, help=help_)
-  add(
-    "--dtype",
-    choices=("float32", "bfloat16"),
-    default="float32",
-    help="of the weights in the file; float32 is exact",
-  )
-  several = {"action": "append", "default": [], "metavar": "FILE"}
-  add("--plugin", **several, help="file of your own parts; repeatable")
+  help_ = "of the weights in the file; float32 is exact"
+  add("--dtype", **program.DTYPE, help=help_)
+  help_ = "file of your own parts; repeatable"
+  add("--plugin", **program.REPEATED, metavar="FILE", help=help_)
   print(convert(parser.parse_args(arguments)))
 
 

@@ -122,21 +122,15 @@ def write(folder: pathlib.Path, evaluated) -> None:
 
 def problem_of(evaluated, first: int) -> dict:
   """A problem with all of its responses, of which this row is the first."""
-  from jaxrl_llm.types import Status
+  from jaxrl_llm import metrics
 
-  judged, rollout = evaluated.judged, evaluated.responses.rollout
-  prompt, responses = judged.prompts[first], []
-  for row in range(first, first + evaluated.samples):
-    verdict = judged.verdicts[row]
-    responses.append(
-      {
-        "text": judged.texts[row],
-        "extracted": verdict.extracted,
-        "correct": bool(verdict.correct),
-        "length": int(rollout.lengths[row]),
-        "stop": Status(int(rollout.status[row])).name.lower(),
-      }
-    )
+  prompt, rows = evaluated.judged.prompts[first], range(evaluated.samples)
+  samples = metrics.make_samples(evaluated.judged, [first + i for i in rows])
+  responses = [
+    {"text": x.response, "extracted": x.extracted, "correct": bool(x.correct)}
+    | {"length": x.length, "stop": x.stop}
+    for x in samples
+  ]
   return {
     **{name: getattr(prompt, name) for name in ("id", "question", "answer")},
     "correct": sum(response["correct"] for response in responses),

@@ -51,15 +51,9 @@ def check(options) -> None:
   Raises:
     InputError: there is one.
   """
-  for name, least, most in (
-    ("samples", 1, generate.MAX_SAMPLES),
-    ("slots", 1, 1 << 20),
-    ("max_new_tokens", 1, 1 << 30),
-    ("seed", 0, (1 << 32) - 1),
-  ):
-    value = getattr(options, name)
-    if not least <= value <= most:
-      raise InputError(f"--{name} must be {least}..{most}, got {value}")
+  counts = {"samples": (1, generate.MAX_SAMPLES), "slots": (1, 1 << 20)}
+  counts |= {"max_new_tokens": (1, 1 << 30), "seed": (0, (1 << 32) - 1)}
+  program.check_ranges(options, **counts)
   path, to_file = pathlib.Path(options.out), options.out != _STDIO
   if options.resume and not to_file:
     raise InputError("--resume completes a file; name it with --out")
@@ -226,7 +220,7 @@ def make_parser() -> argparse.ArgumentParser:
   """The flags."""
   parser = program.make_parser(__doc__)
   add = parser.add_argument
-  several = {"action": "append", "default": []}
+  several = program.REPEATED
   text = {"metavar": "TEXT", "type": escaped, **several}
   model = "Hugging Face directory or --workdir of a run; the shipped base"
   add("--model", default="", metavar="DIR", help=model)
@@ -249,8 +243,7 @@ def make_parser() -> argparse.ArgumentParser:
   add("--forbid", **text, help="a token that is never drawn; repeatable")
   add("--seed", type=int, default=0)
   add("--slots", type=int, default=64, help="responses written at a time; 64")
-  dtypes = {"choices": ("float32", "bfloat16"), "default": "float32"}
-  add("--dtype", **dtypes, help="of the computation")
+  add("--dtype", **program.DTYPE, help="of the computation")
   return parser
 
 

@@ -90,17 +90,17 @@ def make_cost(options, share: float | None = None) -> simulate.CostModel:
   return dataclasses.replace(fitted, **assumed)
 
 
-def make_lines(options) -> list[tuple[str, int, list[float], list]]:
-  """(title, longest, tails, lengths of each), a line of panels each."""
+def make_lines(options) -> list[tuple[str, int, dict[float, np.ndarray]]]:
+  """(title, longest, lengths by tail), a line of panels each."""
   size = options.groups * options.steps, options.group_size
   if options.lengths is not None:
     with _numbers_of("--lengths", options.lengths):
       trace = _table(options.lengths)
       whole = trace.reshape(-1).astype(np.int64)
       lengths = simulate.resample(whole, *size, seed=options.seed)
-    tail = float(np.quantile(trace, 0.99) / np.median(trace))
+    tail = round(float(np.quantile(trace, 0.99) / np.median(trace)), 2)
     name = pathlib.Path(options.lengths).name
-    return [(name, int(trace.max()), [round(tail, 2)], [lengths])]
+    return [(name, int(trace.max()), {tail: lengths})]
   if len(options.median) != len(options.max):
     raise InputError(
       f"--median and --max belong together, got {len(options.median)} and"
@@ -109,18 +109,14 @@ def make_lines(options) -> list[tuple[str, int, list[float], list]]:
   draw = functools.partial(
     simulate.lognormal, *size, between=options.between, seed=options.seed
   )
-  return [
-    (
-      f"Median {median}, at most {maximum}",
-      maximum,
-      options.p99,
-      [
-        draw(median=median, p99=median * x, maximum=maximum)
-        for x in options.p99
-      ],
-    )
-    for median, maximum in zip(options.median, options.max)
-  ]
+  lines = []
+  for median, maximum in zip(options.median, options.max):
+    lengths = {
+      x: draw(median=median, p99=median * x, maximum=maximum)
+      for x in options.p99
+    }
+    lines.append((f"Median {median}, at most {maximum}", maximum, lengths))
+  return lines
 
 
 def make_comparison(options) -> simulate.Comparison:
@@ -159,20 +155,20 @@ def draw(title: str, lines: list, path: pathlib.Path) -> None:
 
   Args:
     title: of the picture.
-    lines: (title, tails, summaries of each tail) of columns of panels.
+    lines: (title, summaries by tail) of columns of panels.
     path: PNG to write.
 
   Raises:
     ImportError: matplotlib is missing.
   """
   with figure(path, 3, len(lines), title=title) as (sheet, axes):
-    for (line, tails, runs), column in zip(lines, axes.reshape(3, -1).T):
+    for (line, runs), column in zip(lines, axes.reshape(3, -1).T):
       for axis, (value, label) in zip(column, _PANELS.items()):
-        for number, name in enumerate(runs[0]):
+        for number, name in enumerate(next(iter(runs.values()))):
           # Schedules that agree lie on each other: markers of different size.
           axis.plot(
-            tails,
-            [summaries[name][value] for summaries in runs],
+            [*runs],
+            [summaries[name][value] for summaries in runs.values()],
             label=_MEANINGS.get(name, name),
             marker="osD^vPX"[number % 7],
             markersize=7 - 0.6 * number,
@@ -192,16 +188,16 @@ def run(options) -> None:
     describe(make_cost(options)),
   ]
   comparison, drawn = make_comparison(options), []
-  for title, longest, tails, all_lengths in make_lines(options):
-    window, runs = max(1, int(options.window * longest)), []
-    for tail, lengths in zip(tails, all_lengths):
-      runs.append(comparison.run(lengths, window))
+  for title, longest, tails in make_lines(options):
+    window, runs = max(1, int(options.window * longest)), {}
+    for tail, lengths in tails.items():
+      runs[tail] = comparison.run(lengths, window)
       parts.append(
         f"## {title}, p99 {tail:g} x median, windows of {window}\n\n"
-        + make_table(runs[-1])
+        + make_table(runs[tail])
       )
       print(f"\n{parts[-1]}", flush=True)
-    drawn.append((title, tails, runs))
+    drawn.append((title, runs))
   out = pathlib.Path(options.out)
   out.mkdir(parents=True, exist_ok=True)
   text = "\n\n".join(parts) + "\n"
@@ -230,7 +226,7 @@ def make_parser() -> argparse.ArgumentParser:
   add("--lags", default="1,2,4", help="of runs that do both at once, in steps")
   add("--cost", choices=("accelerator", "cpu"), default="accelerator")
   add("--measured", metavar="FILE", help=f"lines of {_MEASURED}")
-  add("--assume", action="append", default=[], metavar="NAME=VALUE")
+  add("--assume", **program.REPEATED, metavar="NAME=VALUE")
   add("--seed", type=int, default=0)
   add("--out", default="runs/simulate", help="folder")
   return parser
@@ -250,13 +246,10 @@ def check(options) -> None:
     if min(values) < least or (name != "lags" and max(values) == np.inf):
       raise InputError(f"--{name}: numbers must be at least {least} and finite")
     setattr(options, name, values)
-  limits = {"between": (0, 1), "window": (0, 1), "seed": (0, np.inf)}
-  for name in ("prompt_length", "slots", "groups", "group_size", "steps"):
-    limits[name] = limits["max_staleness"] = (1, np.inf)
-  for name, (low, high) in limits.items():
-    value = getattr(options, name)
-    if not low <= value <= high:
-      raise InputError(f"--{name}={value} must be {low}..{high}")
+  sizes = ("prompt_length", "slots", "groups", "group_size", "steps")
+  limits = dict.fromkeys((*sizes, "max_staleness"), (1, np.inf))
+  limits |= {"between": (0, 1), "window": (0, 1), "seed": (0, np.inf)}
+  program.check_ranges(options, **limits)
 
 
 def _number(name: str, text: str, kind: type) -> float:

@@ -127,11 +127,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add("--seeds", default="0,1,2", help="comma-separated")
   add("--out", default="runs/studies", help="folder")
   add("--variants", help="names of variants, separated by ';'")
-  add("--plugin", action="append", default=[], help="file of your own parts")
+  add("--plugin", **program.REPEATED, help="file of your own parts")
   add("--report", action="store_true", help="train nothing")
   add("--curves", metavar="FILES", help="train nothing either")
   add("--config", metavar="METHOD[:PRESET]", help="of a sweep; a file, too")
-  sweep = {"action": "append", "default": [], "metavar": "KEY=VALUE,VALUE"}
+  sweep = program.REPEATED | {"metavar": "KEY=VALUE,VALUE"}
   add("--sweep", **sweep, help="values of a key; with several, their product")
 
 
@@ -166,6 +166,7 @@ def find_study(options: argparse.Namespace) -> Study:
     question=f"Which {' and '.join(values)}?",
     variants=tuple(Variant(name(one), method, one) for one in changes),
     preset=preset,
+    target=0.65,
   )
 
 

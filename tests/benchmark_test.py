@@ -1,5 +1,6 @@
 """Tests of scripts/benchmark.py and scripts/benchmarks."""
 
+import argparse
 import json
 import math
 import sys
@@ -136,28 +137,26 @@ class TestSummarize:
     assert found["spread"] == {"x": [1.0, 3.0], "y": [1.0, 2.0]}
 
 
-class TestAlternate:
-  def test_order_turns_every_round(self):
-    calls = []
-    run = lambda name: lambda: calls.append(name) or {"step_s": 1.0}
-    numbers, errors = peers.alternate({"a": run("a"), "b": run("b")}, rounds=3)
-    assert calls == ["a", "b", "b", "a", "a", "b"]
-    assert {k: len(v) for k, v in numbers.items()} == {"a": 3, "b": 3}
-    assert not errors
-
-  def test_what_fails_is_not_run_again(self):
-    calls = []
-
-    def fail():
-      calls.append("b")
-      raise InputError("no luck")
-
-    numbers, errors = peers.alternate(
-      {"a": lambda: {"step_s": 1.0}, "b": fail}, rounds=3
+class TestSideBySide:
+  def test_programs_take_turns_and_one_that_failed_is_not_run_again(
+    self, tmp_path
+  ):
+    log = tmp_path / "log"
+    say = lambda name, then: f"echo {name} >> {log}; {then}"
+    ours = """echo '{"medians": {"step_s": 1}}'"""
+    theirs = """echo '{"step_s": 2}'"""
+    options = argparse.Namespace(
+      peers={"a": say("a", theirs), "b": say("b", "exit 3")},
+      **{"part": "train_step", "shape": "tiny", "rounds": 3},
+      **{"timeout_s": 60, "wait_idle": 0},
     )
-    assert calls == ["b"]
-    assert list(numbers) == ["a"]
-    assert errors == {"b": "no luck"}
+    found = peers.side_by_side(say("ours", ours), options)
+    order = "ours a b a ours ours a"
+    assert log.read_text().split() == order.split()
+    assert found["medians"] == {"step_s": 1}
+    assert found["peers"]["a"]["spread"] == {"step_s": [2, 2]}
+    assert found["ratios"] == {"a": {"step_s": 2}}
+    assert found["errors"] == {"b": "exit code 3: no error output"}
 
 
 class TestRunProgram:
@@ -198,9 +197,8 @@ class TestGaeLoop:
 @pytest.fixture
 def small_shape(monkeypatch):
   """A shape that compiles quickly."""
-  small = peers._shape("small", 1, 16, 16, 1, 1, 32)
-  shape = small._replace(micro_batch_size=2)
-  monkeypatch.setitem(peers.SHAPES, "small", shape)
+  small = peers._fields(1, 16, 16, 1, 1, 32)
+  monkeypatch.setitem(peers.SHAPES, "small", small)
 
 
 class TestScript:
@@ -275,6 +273,7 @@ class TestScript:
   @pytest.mark.usefixtures("small_shape")
   def test_train_step_measures_all_phases(self, capsys):
     arguments = ["train_step", "--shape=small", "--batch=4", "--group_size=2"]
+    arguments += ["--micro_batch_size=2"]
     lengths = ["--prompt_length=4", "--new_tokens=4", "--max_tokens_per_row=12"]
     assert benchmark.main(arguments + lengths) == 0
     medians = json.loads(capsys.readouterr().out.splitlines()[-1])["medians"]

@@ -1,5 +1,7 @@
 """What train.py --dry_run says of a run before it trains."""
 
+import types
+
 from helpers import tiny_run
 from parts import dry_run
 
@@ -26,3 +28,14 @@ def test_every_phase_is_compiled_and_accounted_for(model, capsys):
     accounted = not name.startswith("sampler")
     assert len(cells) == 3 + accounted
     assert all(float(cell) >= 0 for cell in cells)
+
+
+def test_the_sampler_is_lowered_with_the_states_of_its_processors(model):
+  run, given = tiny_run.make_run(model, sampler__entropy_tau=0.5), {}
+  engine = types.SimpleNamespace(
+    prompts_at_a_time=lambda group_size: group_size,
+    lower=lambda shapes, **how: given.update(how) or {},
+  )
+  dry_run.lower_all(run.config, run.learner, engine, run.transfer.shapes)
+  assert list(given["processor_states"]) == ["entropy_tau"]
+  assert given["prompts"] == run.config.data.group_size

@@ -324,9 +324,9 @@ class TestScript:
       ((f"--prompts={long}",), "long.txt:2: the prompt has 260 tokens"),
       ((one, "--model=/no/such"), "/no/such: no such directory"),
       ((one, "--max_new_tokens=512"), "leaves 0 of the model's context of 512"),
-      ((one, "--max_new_tokens=0"), "--max_new_tokens must be 1.."),
-      ((one, "--samples=0"), "--samples must be 1..1024"),
-      ((one, "--seed=-1"), "--seed must be 0.."),
+      ((one, "--max_new_tokens=0"), "--max_new_tokens=0 must be 1.."),
+      ((one, "--samples=0"), "--samples=0 must be 1..1024"),
+      ((one, "--seed=-1"), "--seed=-1 must be 0.."),
       ((one, "--top_p=1.5"), "--top_p=1.5, expected a number in (0, 1]"),
       (
         (one, "--min_new_tokens=300"),

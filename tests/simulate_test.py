@@ -460,7 +460,7 @@ class TestScript:
     [
       (["--slots=0"], "--slots=0"),
       (["--median=x"], "'x' is no number"),
-      (["--seed=-1"], "--seed=-1 must be 0..inf"),
+      (["--seed=-1"], "--seed=-1 must be at least 0"),
       (["--median=5,9"], "belong together"),
       (["--cost=cpu"], "--measured"),
       (["--cost=cpu", "--measured=nowhere.csv"], "nowhere.csv"),

@@ -5,13 +5,12 @@ keeps what it measured. A value whose name ends in `_bytes_per_s` or
 `_flops_per_s` has a peak that the device was measured or is said to reach.
 """
 
-import argparse
 import dataclasses
 import functools
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator
+import timeit
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,6 @@ from benchmarks.peers import SHAPES
 
 from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.scoring import score_logprobs
 from jaxrl_llm.metrics.chips import PEAK_FLOPS
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.shapes import MODELS, multiplied_params
@@ -37,40 +35,29 @@ _BYTES_PER_PARAM = 24
 
 
 class Sizes(NamedTuple):
-  """Sizes of the measured programs."""
+  """Sizes of the measured programs, by default those for an accelerator."""
 
-  copied: int  # Bytes.
-  multiplied: int  # Rows and columns of a matrix.
-  dtype: str
-  decoded: models.ModelConfig
-  prompt_length: int
-  new_tokens: int
-  agreed_tokens: int  # Tokens of a response whose log-probs are compared.
-  updated: dict[str, models.ModelConfig]
-  response_length: int  # For updates; 8 responses with a prompt fill a row.
+  copied: int = 2**31  # Bytes.
+  multiplied: int = 8192  # Rows and columns of a matrix.
+  dtype: str = "bfloat16"
+  decoded: models.ModelConfig = MODELS["qwen2.5-1.5b"]
+  prompt_length: int = 128
+  new_tokens: int = 256
+  agreed_tokens: int = 2048  # Of a response whose log-probs are compared.
+  updated: Mapping[str, models.ModelConfig] = {
+    "0.5b": MODELS["one-gpu-0.5b"],
+    "1.5b": MODELS["qwen2.5-1.5b"],
+    "7b": MODELS["qwen2.5-7b"],
+  }
+  response_length: int = 1024  # For updates; 8 with their prompts fill a row.
 
 
 _TINY = dataclasses.replace(
   MODELS["qwen2.5-1.5b"],
-  **SHAPES["tiny"].fields
-  | {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
+  **SHAPES["tiny"] | {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
 )
 SIZES = {
-  "full": Sizes(
-    copied=2**31,
-    multiplied=8192,
-    dtype="bfloat16",
-    decoded=MODELS["qwen2.5-1.5b"],
-    prompt_length=128,
-    new_tokens=256,
-    agreed_tokens=2048,
-    updated={
-      "0.5b": MODELS["one-gpu-0.5b"],
-      "1.5b": MODELS["qwen2.5-1.5b"],
-      "7b": MODELS["qwen2.5-7b"],
-    },
-    response_length=1024,
-  ),
+  "full": Sizes(),
   "small": Sizes(
     copied=2**28,
     multiplied=2048,
@@ -88,11 +75,8 @@ Numbers = dict[str, float]
 
 def seconds_of(call: Callable[[], Any]) -> float:
   """Median seconds of a call, after one that compiles."""
-  seconds = []
-  for _ in range(1 + _REPEATS):
-    begin_s = time.perf_counter()
-    jax.block_until_ready(call())
-    seconds.append(time.perf_counter() - begin_s)
+  ready = lambda: jax.block_until_ready(call())
+  seconds = timeit.repeat(ready, number=1, repeat=1 + _REPEATS)
   return statistics.median(seconds[1:])
 
 
@@ -173,13 +157,12 @@ def measure_agreement(sizes: Sizes) -> Iterator[Numbers]:
     sampler = workloads.Sampler(fns, params, slots=4, **room)
     prompts = _prompts(sizes.decoded, 4, sizes.prompt_length)
     rollout = sampler(prompts, np.arange(4)[:, None])
-    options = argparse.Namespace(batch=4, group_size=4, micro_batch_size=1)
-    options.max_tokens_per_row = sizes.prompt_length + length
-    batch = train_steps.make_batch(fns, rollout, options)
-    score = jax.jit(functools.partial(score_logprobs, fns=fns))
-    trained = score(params, batch.packed, np.float32(1.0)).logprobs
+    training = train_steps.make_training(fns)
+    shape = {"rows": 1, "capacity": sizes.prompt_length + length}
+    batch = train_steps.make_batch(fns, training, rollout, **shape)
+    scored = training.score(params, batch.packed, np.float32(1.0))
     sampled = batch.inputs["proximal_logprobs"]
-    found = np.abs(np.asarray(trained) - sampled)[np.asarray(batch.mask)]
+    found = np.abs(np.asarray(scored.logprobs) - sampled)[batch.mask]
     yield {
       f"{dtype}_tokens": found.size,
       f"{dtype}_difference_mean": float(found.mean()),
@@ -228,14 +211,14 @@ def measure_update(sizes: Sizes) -> Iterator[Numbers]:
 
   Floating-point operations are 6 for a parameter and token, without attention.
   """
-  options = argparse.Namespace(batch=16, group_size=4, micro_batch_size=1)
-  options.max_tokens_per_row = 8 * sizes.response_length
+  shape = {"rows": 1, "capacity": 8 * sizes.response_length}
   for name, whole in sizes.updated.items():
     config = _that_fits(whole)
     fns = _make_policy(config, sizes.dtype)
-    batch = train_steps.make_batch(fns, _rollout(config, sizes), options)
+    training, rollout = train_steps.make_training(fns), _rollout(config, sizes)
+    batch = train_steps.make_batch(fns, training, rollout, **shape)
     tokens = int(np.sum(np.asarray(batch.packed.segments) > 0))
-    update, state = train_steps.make_update(fns)
+    update, state = train_steps.make_update(fns, training)
     update_s = seconds_of(functools.partial(_step, update, batch, [state]))
     flops = 6 * multiplied_params(config) * tokens
     yield {

@@ -7,8 +7,8 @@ programs of Tunix and TRL print is understood, and so are flat objects with our
 own keys (`tokens_per_s`, `step_s`, `update_s`, ...).
 """
 
+import argparse
 import contextlib
-import functools
 import json
 import math
 import os
@@ -19,36 +19,29 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from benchmarks.summary import Numbers, speed_ratios, summarize, wait_until_idle
 
 from jaxrl_llm.errors import InputError
 
-
-class Shape(NamedTuple):
-  """A model that several programs measure; heads have 64 dimensions."""
-
-  names: tuple[str, ...]  # Names in other programs.
-  micro_batch_size: int  # Rows per gradient that suit it.
-  fields: Mapping[str, int]  # Fields of `models.ModelConfig`.
-
-
 _FIELDS = ("num_layers", "hidden_size", "intermediate_size", "num_heads")
 _FIELDS += ("num_kv_heads", "vocab_size")
 
 
-def _shape(names: str, *sizes: int) -> Shape:
-  return Shape(tuple(names.split()), 4, dict(zip(_FIELDS, sizes, strict=True)))
+def _fields(*sizes: int) -> dict[str, int]:
+  return dict(zip(_FIELDS, sizes, strict=True))
 
 
+# Models that several programs measure, as fields of `models.ModelConfig`; heads
+# have 64 dimensions.
 SHAPES = {
-  "tiny": _shape("tiny", 4, 256, 1024, 4, 2, 4096),
-  "smollm2-135m": _shape(
-    "smollm2-135m smollm2 smollm135m", 30, 576, 1536, 9, 3, 49152
-  ),
+  "tiny": _fields(4, 256, 1024, 4, 2, 4096),
+  "smollm2-135m": _fields(30, 576, 1536, 9, 3, 49152),
 }
+# Their names in other programs.
+_ALIASES = {"smollm2-135m": ("smollm2", "smollm135m")}
 
 # Metrics compared by each part. Larger is better for `*_per_s`, else smaller.
 COMPARED = {
@@ -133,7 +126,7 @@ def read_numbers(
 
 def _of_shape(record: Mapping[str, Any], shape: str) -> Mapping[str, Any]:
   """The part of a record that is about a shape, several rounds joined."""
-  names = SHAPES[shape].names
+  names = (shape, *_ALIASES.get(shape, ()))
   results = record.get("results")
   if not isinstance(results, Mapping):
     if record.get("shape", shape) not in names:
@@ -145,16 +138,14 @@ def _of_shape(record: Mapping[str, Any], shape: str) -> Mapping[str, Any]:
   found = found.get("trl", found)
   if not isinstance(found, list):
     return found
-  values = {k: [row[k] for row in found if k in row] for k in found[0]}
-  values = {k: list(filter(_is_positive, v)) for k, v in values.items()}
-  return {k: statistics.median(v) for k, v in values.items() if v}
+  rounds = {k: [row.get(k) for row in found] for k in found[0]}
+  rounds = {k: list(filter(_is_positive, v)) for k, v in rounds.items()}
+  return {k: values for k, values in rounds.items() if values}
 
 
 def _at(record: Mapping[str, Any], path: str) -> Any:
   for name in path.split("."):
-    if not isinstance(record, Mapping) or name not in record:
-      return None
-    record = record[name]
+    record = record.get(name) if isinstance(record, Mapping) else None
   return record
 
 
@@ -221,71 +212,39 @@ def run_program(
   return record
 
 
-def alternate(
-  programs: Mapping[str, Callable[[], Numbers]], *, rounds: int
-) -> tuple[dict[str, list[Numbers]], dict[str, str]]:
-  """Measures programs in turn: A B, B A, A B, ...
-
-  Args:
-    programs: name -> runs it once.
-    rounds: how often each one runs.
-
-  Returns:
-    name -> its numbers of every round, and name -> error of those that raised
-    `InputError`; such a program is not run again and has no numbers.
-  """
-  numbers, errors = {name: [] for name in programs}, {}
-  for i in range(rounds):
-    for name in list(programs) if i % 2 == 0 else list(programs)[::-1]:
-      if name in errors:
-        continue
-      try:
-        numbers[name].append(programs[name]())
-      except InputError as error:
-        errors[name] = str(error)
-  return {k: v for k, v in numbers.items() if k not in errors}, errors
-
-
 def side_by_side(
-  ours: Sequence[str],
-  peers: Mapping[str, str],
-  *,
-  part: str,
-  shape: str,
-  rounds: int,
-  timeout_s: float,
-  wait_idle_s: float,
+  ours: Sequence[str], options: argparse.Namespace
 ) -> dict[str, Any]:
-  """Runs ours and the peers in turn, each in a fresh process.
+  """Runs ours and the peers in turn, each in a fresh process: A B, B A, ...
 
   Args:
     ours: arguments of a program that prints what `summarize` returns.
-    peers: name -> shell command.
-    part: a key of `COMPARED`.
-    shape: a key of `SHAPES`.
-    rounds: how often each one runs.
-    timeout_s: of one program.
-    wait_idle_s: most seconds to wait for a quiet machine before a program.
+    options: flags of scripts/benchmark.py, with shell commands by name in
+      `peers`.
 
   Returns:
     Medians and spread of ours over the rounds, the same of every peer in
-    `peers`, `ratios` of each peer, and `errors` of those that failed.
+    `peers`, `ratios` of each peer, and `errors` of those that failed: they are
+    not run again and have no numbers.
 
   Raises:
     RuntimeError: our own program failed.
   """
-
-  def run(name, command):
-    wait_until_idle(wait_idle_s)
-    print(f"running {name}", file=sys.stderr, flush=True)
-    record = run_program(command, timeout_s=timeout_s)
-    if name == _OURS:
-      return record["medians"]
-    return read_numbers(record, part=part, shape=shape)
-
-  commands = {_OURS: ours} | dict(peers)
-  programs = {k: functools.partial(run, k, v) for k, v in commands.items()}
-  numbers, errors = alternate(programs, rounds=rounds)
+  commands, errors = {_OURS: ours} | options.peers, {}
+  numbers = {name: [] for name in commands}
+  for i in range(options.rounds):
+    for name in list(numbers)[:: -1 if i % 2 else 1]:
+      wait_until_idle(options.wait_idle)
+      print(f"running {name}", file=sys.stderr, flush=True)
+      try:
+        record = run_program(commands[name], timeout_s=options.timeout_s)
+        if name != _OURS:
+          read = {"part": options.part, "shape": options.shape}
+          record = {"medians": read_numbers(record, **read)}
+        numbers[name].append(record["medians"])
+      except InputError as error:
+        errors[name] = str(error)
+        del numbers[name]
   if _OURS in errors:
     raise RuntimeError(f"our own measurement failed: {errors[_OURS]}")
   joined = {name: _join(rows) for name, rows in numbers.items()}

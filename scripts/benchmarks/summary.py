@@ -3,7 +3,9 @@
 import importlib.metadata
 import json
 import os
+import pathlib
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -74,20 +76,12 @@ def show(record: Mapping[str, Any]) -> None:
   print(json.dumps(record), flush=True)
 
 
-def wait_until_idle(seconds: float) -> bool:
-  """Waits until the load of a minute is low, at most so many seconds.
-
-  Returns:
-    Whether the machine is quiet: a load of a quarter of its CPUs.
-  """
+def wait_until_idle(seconds: float) -> None:
+  """Waits for a load of a quarter of the CPUs, at most so many seconds."""
   limit = max(0.25 * (os.cpu_count() or 1), 0.3)
   end = time.monotonic() + seconds
-  while os.getloadavg()[0] > limit:
-    left = end - time.monotonic()
-    if left <= 0:
-      return False
+  while os.getloadavg()[0] > limit and (left := end - time.monotonic()) > 0:
     time.sleep(min(5.0, left))
-  return True
 
 
 def describe_machine() -> dict[str, Any]:
@@ -108,9 +102,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-  try:
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-      names = (line.split(":", 1) for line in file if ":" in line)
-      return next(v.strip() for k, v in names if k.strip() == "model name")
-  except (OSError, StopIteration):
-    return platform.processor()
+  file = pathlib.Path("/proc/cpuinfo")
+  text = file.read_text("utf-8") if file.exists() else ""
+  found = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
+  return found[1].strip() if found else platform.processor()

@@ -27,6 +27,6 @@ def lengths(options, *, p99: int | None = None, seed: int = 0) -> np.ndarray:
 
 def prompts(count: int, options, *, seed: int = 0) -> list[list[int]]:
   """Returns different prompts of equal length for the options' shape."""
-  vocab = SHAPES[options.shape].fields["vocab_size"]
+  vocab = SHAPES[options.shape]["vocab_size"]
   size = (count, options.prompt_length)
   return np.random.default_rng(seed).integers(2, vocab, size).tolist()

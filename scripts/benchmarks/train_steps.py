@@ -7,64 +7,72 @@ import jax
 import numpy as np
 from benchmarks import tail, workloads
 
-from jaxrl_llm import estimators, masked, metrics
+from jaxrl_llm import estimators, metrics
 from jaxrl_llm.learner import packing
 from jaxrl_llm.learner import update as update_lib
 from jaxrl_llm.learner.choices import POLICY_LOSSES
+from jaxrl_llm.learner.members import Training
 from jaxrl_llm.learner.optimizer import create_train_state, make_optimizer
 from jaxrl_llm.learner.scoring import score_logprobs
 
 
-def make_batch(fns, rollout, options):
-  """A policy batch of group-relative advantages, in packed rows."""
-  rows = min(options.micro_batch_size, options.batch)
-  packed, layout = packing.pack(
-    rollout,
-    capacity=options.max_tokens_per_row,
-    rows=rows,
-    micro_batches=-(-options.batch // rows),
-    share=fns.shares_prompts,
+def make_training(fns):
+  """The training of a policy by the clipped loss, a mean over tokens."""
+  loss = POLICY_LOSSES["clip"]({"clip_low": 0.2, "clip_high": 0.28})
+  return Training(
+    update_lib.policy_objective(fns, loss, {}),
+    jax.jit(functools.partial(score_logprobs, fns=fns)),
+    reads=("proximal_logprobs", "advantages"),
+    mask="mask",
+    mode="token-mean",
   )
+
+
+def make_batch(fns, training, rollout, **shape):
+  """A policy batch of group-relative advantages, in packed rows.
+
+  Args:
+    fns: of the policy.
+    training: result of `make_training`.
+    rollout: B responses.
+    **shape: rows of a micro-batch, and their capacity in tokens.
+  """
+  size, share = len(rollout.tokens), fns.shares_prompts
   distinct = [len(np.unique(tokens)) for tokens in rollout.tokens]
   advantages = estimators.group_relative(
-    np.asarray(distinct, np.float32) + 0.01 * np.arange(options.batch),
+    np.asarray(distinct, np.float32) + 0.01 * np.arange(size),
     rollout.group,
-    num_groups=options.batch // options.group_size,
+    num_groups=int(rollout.group.max()) + 1,
   )
   spread = np.where(rollout.mask, np.asarray(advantages)[:, None], 0.0)
-  weights = masked.token_weights(rollout.mask, mode="token-mean")
-  return packing.PackedBatch(
-    packed=packed,
-    mask=packed.mask,
-    inputs={
-      # One update a batch: the sampler's log-probs are those of its start.
-      "proximal_logprobs": layout.scatter(rollout.behavior_logprobs),
-      "advantages": layout.scatter(spread.astype(np.float32)),
-      "weights": layout.scatter(weights),
-    },
+  # One update a batch: the sampler's log-probs are those of its start.
+  inputs = {"mask": rollout.mask, "advantages": spread.astype(np.float32)}
+  inputs["proximal_logprobs"] = rollout.behavior_logprobs
+  (batch,) = packing.mini_batches(
+    rollout, size=size, rng=None, share=share, **shape
   )
+  return training.prepare(inputs, batch)
 
 
-def make_update(fns):
-  """Returns the policy step of the clipped loss with AdamW, and a new state."""
+def make_update(fns, training):
+  """Returns the policy step with AdamW, and a new state."""
   schedule = lambda step: 1e-5
   optimizer = make_optimizer(
     schedule, max_grad_norm=1.0, weight_decay=1e-4, b1=0.9, b2=0.999, eps=1e-8
   )
-  loss = POLICY_LOSSES["clip"]({"clip_low": 0.2, "clip_high": 0.28})
-  objective = update_lib.policy_objective(fns, loss, {})
   create = lambda key: create_train_state(fns.init(key), optimizer)
   state = jax.block_until_ready(jax.jit(create)(jax.random.key(0)))
-  return update_lib.make_update(objective, optimizer, schedule), state
+  return update_lib.make_update(training.objective, optimizer, schedule), state
 
 
 def measure_train_step(options) -> workloads.Samples:
   """Whole policy steps: generate, prepare, update, sync; scoring apart."""
   sampler = workloads.Sampler.of(options)
-  fns = sampler.fns
-  update, state = make_update(fns)
-  score = jax.jit(functools.partial(score_logprobs, fns=fns))
+  fns, training = sampler.fns, make_training(sampler.fns)
+  update, state = make_update(fns, training)
   ids = np.arange(options.batch).reshape(-1, options.group_size)
+  shape = {"rows": min(options.micro_batch_size, options.batch)}
+  shape["capacity"] = options.max_tokens_per_row
   compiles, timer = metrics.CompileCounter(), metrics.PhaseTimer()
   rows = []
   for i in range(1 + options.repeats):
@@ -74,7 +82,7 @@ def measure_train_step(options) -> workloads.Samples:
     with timer.phase("generate"):
       rollout = sampler(prompts, i * options.batch + ids)
     with timer.phase("prepare"):
-      batch = make_batch(fns, rollout, options)
+      batch = make_batch(fns, training, rollout, **shape)
     with timer.phase("update"):
       state, _ = jax.block_until_ready(update(state, batch, np.float32(1.0)))
     with timer.phase("sync"):
@@ -84,7 +92,8 @@ def measure_train_step(options) -> workloads.Samples:
     # One update a batch needs no scoring, so that it is no part of the step.
     with timer.phase("score"):
       params = state.trained
-      jax.block_until_ready(score(params, batch.packed, np.float32(1.0)))
+      scored = training.score(params, batch.packed, np.float32(1.0))
+      jax.block_until_ready(scored)
     row |= {"time/score_s": timer.collect()["time/score_s"]}
     rows.append(row | {"compilations": compiles.collect()})
   return train_samples(rows, options)

@@ -35,7 +35,7 @@ def make_model(options) -> models.ModelFns:
       rms_norm_eps=1e-5,
       rope_theta=10_000.0,
       tie_word_embeddings=True,
-      **SHAPES[options.shape].fields,
+      **SHAPES[options.shape],
     ),
     remat_policy=options.remat_policy,
     sampler=models.Numerics.all(options.sampler_dtype, kv="float32"),

@@ -7,7 +7,6 @@ names. tests/docs_test.py holds the pages that are in the repository against
 what this writes.
 """
 
-import argparse
 import ast
 import importlib
 import inspect
@@ -18,6 +17,10 @@ import sys
 import textwrap
 
 from jaxrl_llm import config as config_lib
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+
+from parts import program  # noqa: E402
 
 _OF_MODELS = ("load", "save", "make_policy", "make_value")
 _OF_MODELS += ("ModelFns", "ValueFns")
@@ -114,18 +117,16 @@ def _entry(thing) -> list[str]:
   return lines + (["", "```text", rest.strip("\n"), "```"] if rest else [])
 
 
-def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns its exit code."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+@program.one_line
+def main(arguments: list[str] | None = None) -> None:
+  """Runs the command."""
+  parser = program.make_parser(__doc__)
   parser.add_argument("--out", default="docs", help="folder; docs")
   out = pathlib.Path(parser.parse_args(arguments).out)
   out.mkdir(parents=True, exist_ok=True)
   (out / "config.md").write_text(config_page(), encoding="utf-8")
   (out / "api.md").write_text(api_page(), encoding="utf-8")
   print(f"wrote config.md and api.md into {out}")
-  return 0
 
 
 if __name__ == "__main__":

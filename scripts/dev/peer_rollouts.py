@@ -11,7 +11,6 @@ ends. A batch runs once to compile and once timed. --batches times the first few
 batches only. The last line is a JSON object.
 """
 
-import argparse
 import json
 import pathlib
 import sys
@@ -24,6 +23,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(_ROOT), str(_ROOT / "scripts")]
 
 from benchmarks import peers, tail  # noqa: E402
+from parts import program  # noqa: E402
 
 # (prompts int [B, P], new tokens) -> None, once every row has so many.
 Decode = Callable[[np.ndarray, int], None]
@@ -154,9 +154,7 @@ def measure(decode: Decode, options) -> dict[str, float]:
 
 def main() -> int:
   """Runs the command; returns its exit code."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = program.make_parser(__doc__)
   add = parser.add_argument
   add("peer", choices=DECODERS)
   add("--shape", default="tiny", choices=peers.SHAPES)
@@ -169,7 +167,7 @@ def main() -> int:
   add("--median", type=int, default=64)
   add("--p99", type=int, default=512)
   options = parser.parse_args()
-  fields = peers.SHAPES[options.shape].fields
+  fields = peers.SHAPES[options.shape]
   longest = options.prompt_length + options.new_tokens
   decode = DECODERS[options.peer](fields, longest)
   print(json.dumps({"shape": options.shape} | measure(decode, options)))

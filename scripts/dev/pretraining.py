@@ -3,11 +3,10 @@
     python scripts/dev/pretraining.py [--task=chain_sum] [--out=DIR]
 
 Tasks: chain_sum (running sums of up to 6 operations, step by step) or remainder
-(divisions by up to 45 subtractions, with long solutions). The model learns from
+(divisions by up to 32 subtractions, with long solutions). The model learns from
 noisy solutions, see `noisy_solution`. Every field of `Settings` is a flag too.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -36,6 +35,10 @@ from jaxrl_llm.learner.update import make_update, policy_objective
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.sampling import EngineConfig, new_requests
 from jaxrl_llm.types import Origin, Status
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+
+from parts import program  # noqa: E402
 
 
 class Settings(NamedTuple):
@@ -328,10 +331,10 @@ def rebuild(settings: Settings, out: pathlib.Path) -> None:
   text = character_tokenizer_json(CHARACTERS)
   (out / "tokenizer.json").write_text(text, encoding="utf-8")
   ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-  (out / "generation_config.json").write_text(json.dumps(ids, indent=1))
   # For transformers, in a policy that is converted.
   names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
-  (out / "tokenizer_config.json").write_text(json.dumps(names, indent=1))
+  for file, fields in (("generation", ids), ("tokenizer", names)):
+    (out / f"{file}_config.json").write_text(json.dumps(fields, indent=1))
   tokenizer = Tokenizer(out)
   sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
   sizes = (*sizes, "max_position_embeddings")
@@ -358,25 +361,20 @@ def rebuild(settings: Settings, out: pathlib.Path) -> None:
   print(f"wrote {models.num_params(config):,} parameters to {out}")
 
 
-def main() -> None:
+@program.one_line
+def main(arguments: list[str] | None = None) -> None:
   """Runs the command."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = program.make_parser(__doc__)
   parser.add_argument("--task", choices=TASKS, default="chain_sum")
   parser.add_argument("--out", help="folder; that in the package by default")
   for name, kind in list(Settings.__annotations__.items())[1:]:
     kind = json.loads if name == "task_settings" else kind
     parser.add_argument(f"--{name}", type=kind)
-  given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
+  options = vars(parser.parse_args(arguments))
+  given = {k: v for k, v in options.items() if v is not None}
   out = given.pop("out", base_models.BASE.parent / f"{given['task']}_base")
-  try:
-    settings = TASKS[given["task"]]._replace(**given)
-    rebuild(settings, pathlib.Path(out))
-  except InputError as error:
-    print(f"pretraining: {error}", file=sys.stderr)
-    sys.exit(2)
+  rebuild(TASKS[given["task"]]._replace(**given), pathlib.Path(out))
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(main())

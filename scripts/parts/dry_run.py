@@ -1,14 +1,17 @@
 """Implements train.py --dry_run: compiles phases, checks data and rewards."""
 
 import time
+from typing import Any
 
 import jax
 from parts import program
 
 from jaxrl_llm import rewards
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.rewards import judge
+from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.simulate import account
 from jaxrl_llm.trainer import summary
 from jaxrl_llm.trainer.run import Run
@@ -33,7 +36,11 @@ def dry_run(run: Run) -> None:
   table = program.Table(
     "phase | compile s | arguments GiB | temporary GiB | by account"
   )
-  for name, lowered in _phases(run).items():
+  shapes = run.transfer.shapes
+  programs = lower_all(
+    run.config, run.learner, run.worker.writer.engine, shapes
+  )
+  for name, lowered in programs.items():
     begin = time.perf_counter()
     memory = lowered.compile().memory_analysis()
     seconds = time.perf_counter() - begin
@@ -98,14 +105,23 @@ def _check_rewards(run: Run) -> None:
     )
 
 
-def _phases(run: Run) -> dict[str, jax.stages.Lowered]:
-  config, engine = run.config, run.worker.writer.engine
-  processors = run.learner.algorithm.processors.items()
-  if config.sampler.engine:  # Its programs are its own.
-    return lower(run.learner)
+def lower_all(
+  config: Any, learner: Learner, engine: RolloutEngine, shapes: Any
+) -> dict[str, jax.stages.Lowered]:
+  """Lowers the programs of a run at their largest shapes.
+
+  Args:
+    config: settings of the run.
+    learner: its learner.
+    engine: its engine; one of another library has programs of its own.
+    shapes: of the sampler's weights, with shardings.
+  """
+  if config.sampler.engine:
+    return lower(learner)
+  processors = learner.algorithm.processors.items()
   return engine.lower(
-    run.transfer.shapes,
+    shapes,
     prompts=engine.prompts_at_a_time(config.data.group_size),
     window=config.schedule.window > 0,
     processor_states={k: x.initial for k, x in processors},
-  ) | lower(run.learner)
+  ) | lower(learner)

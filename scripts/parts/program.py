@@ -2,11 +2,16 @@
 
 import argparse
 import functools
+import math
 import pathlib
 import sys
 from collections.abc import Callable
 
 from jaxrl_llm.errors import InputError
+
+# Keywords of `add_argument` that several flags share.
+REPEATED = {"action": "append", "default": []}
+DTYPE = {"choices": ("float32", "bfloat16"), "default": "float32"}
 
 
 def make_parser(text: str) -> argparse.ArgumentParser:
@@ -14,6 +19,21 @@ def make_parser(text: str) -> argparse.ArgumentParser:
   return argparse.ArgumentParser(
     description=text, formatter_class=argparse.RawDescriptionHelpFormatter
   )
+
+
+def check_ranges(
+  options: argparse.Namespace, **ranges: tuple[float, float]
+) -> None:
+  """Refuses flags below the least or above the most that they may be.
+
+  Raises:
+    InputError: there is one.
+  """
+  for name, (least, most) in ranges.items():
+    value = getattr(options, name)
+    if not least <= value <= most:
+      bounds = f"{least}..{most}" if most < math.inf else f"at least {least}"
+      raise InputError(f"--{name}={value} must be {bounds}")
 
 
 def one_line(main: Callable[..., int | None]) -> Callable[..., int]:

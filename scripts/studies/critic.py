@@ -33,6 +33,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from parts import program
 from scipy import stats
 from studies.results import write_csv
 from studies.truth import States, sample_truth
@@ -233,9 +234,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("--workdir", required=True, help="folder of a run, or of a model")
   add("--config", metavar="METHOD[:PRESET]", help="problems for a model")
-  add(
-    "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting"
-  )
+  add("--set", **program.REPEATED, metavar="KEY=VALUE", help="a setting")
   add("--out", help="folder to write to; the run's by default")
   add("--step", help="checkpoint of the policy; its first one by default")
   add("--critics", help="with commas between; the run's own by default")
@@ -281,10 +280,8 @@ def own_critic(folder: pathlib.Path, step: str | None) -> str:
 def run(options: argparse.Namespace) -> None:
   """Samples, scores, draws and prints."""
   folder = pathlib.Path(options.workdir)
-  for name, least in (("positions", 1), ("continuations", 2)):
-    if getattr(options, name) < least:
-      given = f"--{name}={getattr(options, name)}"
-      raise InputError(f"{given} must be at least {least}")
+  least = {"positions": (1, np.inf), "continuations": (2, np.inf)}
+  program.check_ranges(options, **least)
   config = make_config(options)
   options.out = out = pathlib.Path(options.out or folder)
   critics = options.critics

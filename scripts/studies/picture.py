@@ -16,8 +16,8 @@ _AXES = {
   "tokens": ("Generated tokens (thousands)", 1e3),
   "decode_steps": ("Decode steps (thousands)", 1e3),
 }
-# Colour, marker and height within the line.
-_LEADS = {"steps": ("C0", "o", -0.15), "tokens": ("C1", "s", 0.15)}
+# Colour and marker, and height within the line.
+_LEADS = {"steps": ("C0o", -0.15), "tokens": ("C1s", 0.15)}
 
 
 def draw(
@@ -59,7 +59,7 @@ def _draw_leads(axis, study: Study, outcomes) -> None:
   names = [name for name in outcomes if name != study.baseline]
   base = outcomes.get(study.baseline, [])
   for kind in study.leads:
-    color, marker, offset = _LEADS[kind]
+    marker, offset = _LEADS[kind]
     found = [leads(outcomes[name], base, kind) for name in names]
     rows = [
       (place + offset, *metrics.mean_and_standard_error(values))
@@ -73,7 +73,6 @@ def _draw_leads(axis, study: Study, outcomes) -> None:
         places,
         xerr=np.nan_to_num(errors),  # One seed has none.
         fmt=marker,
-        color=color,
         markersize=4,
         label=f"at equal {kind}",
       )

@@ -18,8 +18,8 @@ class Study(NamedTuple):
   title: str
   question: str
   variants: tuple[Variant, ...]
-  preset: str = "long_tail"  # Scale of all variants.
-  target: float = 0.65  # Accuracy whose first moment is measured.
+  preset: str = ""  # Scale of all variants.
+  target: float = 0.8  # Accuracy whose first moment is measured.
   axes: tuple[str, ...] = ("tokens",)  # Panels of the picture.
   leads: tuple[str, ...] = ("steps", "tokens")  # At equal numbers of which.
   # Variants whose curves are drawn, where all of them would hide each other.
@@ -52,15 +52,22 @@ _WITHOUT = {
 }
 
 
+def _each(
+  method: str, run: Mapping[str, Any], named: Mapping, name: str = "{}"
+) -> tuple[Variant, ...]:
+  """One variant of a run for each of some named changes."""
+  return tuple(
+    Variant(name.format(k), method, run | changes)
+    for k, changes in named.items()
+  )
+
+
 def _without_parts(run: Mapping[str, Any], responses: int) -> tuple:
   """VAPO, then without each of its parts; as many responses per step."""
   alone = {"data.prompts_per_step": responses, "data.group_size": 1}
   return (
     Variant("VAPO", "vapo", run),
-    *(
-      Variant(f"without {part}", "vapo", run | changes)
-      for part, changes in (_WITHOUT | {"group sampling": alone}).items()
-    ),
+    *_each("vapo", run, _WITHOUT | {"group sampling": alone}, "without {}"),
     Variant("PPO", "ppo", run),
   )
 
@@ -193,14 +200,14 @@ STUDIES: Mapping[str, Study] = {
   "vapo_ablations": Study(
     title="The token-level and the positive LM loss help, groups do not",
     question="What does held-out accuracy lose without one part?",
+    preset="long_tail",
+    target=0.65,
     variants=_without_parts(_RUN, 128),
     drawn=("VAPO", "PPO", "without group sampling"),
   ),
   "credit": Study(
     title="VAPO is ahead of GRPO and PPO; DAPO needs 2.5 times the tokens",
     question="What is a critic worth whose values explain half the returns?",
-    preset="",
-    target=0.8,
     leads=("steps",),  # At equal tokens DAPO's lead hides the others.
     drawn=("VAPO", "PPO", "GRPO", "DAPO"),
     variants=(
@@ -229,6 +236,8 @@ STUDIES: Mapping[str, Study] = {
   "dapo_increments": Study(
     title="Dynamic sampling gives most of DAPO's lead for 1.6 times the tokens",
     question="What does each of DAPO's parts add?",
+    preset="long_tail",
+    target=0.65,
     axes=("steps", "tokens", "seconds"),
     variants=(
       Variant("GRPO without KL", "grpo", _NO_KL),
@@ -243,13 +252,9 @@ STUDIES: Mapping[str, Study] = {
     title="With large steps a long lag needs PPO's clip, truncation or VCPO",
     question="What does a lag cost, and which objective bears it?",
     axes=(),
-    preset="",
     target=0.7,
     variants=(
-      *(
-        Variant(f"lag {name}", "areal", _STALE | changes)
-        for name, changes in _LAGS.items()
-      ),
+      *_each("areal", _STALE, _LAGS, "lag {}"),
       Variant("REINFORCE, lag 8", "vcpo", _PLAIN),
       Variant("+ truncation", "vcpo", _PLAIN | _TRUNCATED),
       Variant("+ step scale", "vcpo", _PLAIN | _SCALED),
@@ -260,7 +265,6 @@ STUDIES: Mapping[str, Study] = {
     title="What a lag costs with and without a hard token mask",
     question="Do SAO and its mask bear a lag with large steps?",
     axes=(),
-    preset="",
     target=0.7,
     variants=tuple(
       Variant(
@@ -281,20 +285,14 @@ STUDIES: Mapping[str, Study] = {
     f"units_{task}": Study(
       title="Credit by token, segment and turn is level",
       question="Which unit of credit do responses of several turns need?",
-      preset="",
       axes=(),
-      target=0.8,
-      variants=tuple(
-        Variant(unit, "vapo", run | changes) for unit, changes in _UNITS.items()
-      ),
+      variants=_each("vapo", run, _UNITS),
     )
     for task, run in _TURNS.items()
   },
   "budgets": Study(
     title="Shuffled prompts are ahead of all others at equal tokens",
     question="Does a prediction of mixed groups replace dynamic sampling?",
-    preset="",
-    target=0.8,
     variants=(
       Variant("shuffled", "dots", _SHUFFLED),
       Variant("dynamic sampling", "dots", _SHUFFLED | _MIXED_GROUPS),
@@ -306,8 +304,6 @@ STUDIES: Mapping[str, Study] = {
   "tries": Study(
     title="DARS's further tries of hard prompts pay, also at equal tokens",
     question="Are many tries of hard prompts worth more than many prompts?",
-    preset="",
-    target=0.8,
     drawn=("4 tries of 36", "4 tries of 60 prompts", "DARS, equal"),
     # DARS asks 36 prompts and begins with 240 responses a step.
     variants=(
@@ -322,8 +318,6 @@ STUDIES: Mapping[str, Study] = {
   "hints": Study(
     title="Hints and repairs pay at equal steps, repairs at equal tokens too",
     question="Do tokens help that the policy did not write?",
-    preset="",
-    target=0.8,
     drawn=("8 tries", "16 tries", "ADHint", "SCOPE", "half is replayed"),
     variants=(
       Variant("8 tries", "adhint", _of(16, 8, **_PLAIN_GROUPS)),
@@ -338,15 +332,13 @@ STUDIES: Mapping[str, Study] = {
   "tppo_speed": Study(
     title="Windows halve the decode steps, but not the seconds on a CPU",
     question="What does accuracy cost in seconds, tokens and steps?",
+    preset="long_tail",
     target=0.6,
     axes=("decode_steps", "tokens", "seconds"),
     variants=(
       Variant("VAPO, full rollouts", "vapo", _FULL),
       Variant("PPO, full rollouts", "ppo", _FULL),
-      *(
-        Variant(f"T-PPO, window {name}", "tppo", _WINDOWED | changes)
-        for name, changes in _WINDOWS.items()
-      ),
+      *_each("tppo", _WINDOWED, _WINDOWS, "T-PPO, window {}"),
     ),
   ),
 }

@@ -16,6 +16,7 @@ from jaxrl_llm.learner.build_algorithm import with_monte_carlo_returns
 from jaxrl_llm.metrics.writers import JsonlWriter, read_rows
 from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
+from jaxrl_llm.sampling.requests import cut
 from jaxrl_llm.types import Origin, Rollout, Status, take_rows
 
 _ROUNDS = 8  # Continuations of a chunk, per slot of the engine.
@@ -69,17 +70,13 @@ def continue_from(
   count = writer.group_size
   index = np.repeat(np.arange(len(states.row)), count)
   rows, at = states.row[index], states.at[index]
-  begun = take_rows(judged.responses.rollout, rows)
-  kept = np.arange(begun.tokens.shape[1]) < at[:, None]
-  begun = begun.replace(
-    lengths=at.astype(np.int32),
-    tokens=np.where(kept, begun.tokens, 0),
-    mask=begun.mask & kept,
-    turn_rewards=np.where(kept, begun.turn_rewards, 0),
-    status=np.full_like(begun.status, Status.TRUNCATED),
+  begun = take_rows(judged.responses.rollout, rows).replace(
     group_id=index.astype(np.int32),
     sample_id=(first_id + np.arange(len(rows))).astype(np.int32),
   )
+  for row, length in enumerate(at):
+    cut(begun, row, length, status=Status.TRUNCATED)
+  kept = np.arange(begun.tokens.shape[1]) < at[:, None]
   prompts = [judged.prompts[row] for row in rows]
   given, talks = begun, {}
   if writer.turn_taking is None:
@@ -159,11 +156,10 @@ def sample_truth(run: Any, weights: Weights, judged: Any, options: Any):
   returns_of = monte_carlo(run.learner, run.config.estimator.gamma)
   file, begun, new = JsonlWriter(path), time.perf_counter(), 0
   file.truncate_after(len(done) - 1)  # Drops a line that was cut.
-  for step, start in enumerate(range(0, len(states.at), size)):
-    if step < len(done):
-      continue
+  for step in range(len(done), -(-len(states.at) // size)):
     if sum(row["tokens"] for row in done) >= options.tokens:
       break
+    start = step * size
     chunk = States(*(x[start : start + size] for x in states[:-1]))
     # Distinct numbers: each continuation has noise of its own.
     first = len(rollout.lengths) + start * count
