@@ -1,8 +1,8 @@
 """jaxrl_llm: functional RL for LLM reasoning in JAX.
 
 `from jaxrl_llm import estimators, losses` gives pure functions that need only
-JAX and chex; nothing heavier is imported until it is asked for by name.
-`train`, `load` and `Policy` train, load and use a policy from Python.
+JAX and chex; heavier modules are imported on first use. `train`, `load` and
+`Policy` train, load and use a policy from Python.
 """
 
 import importlib
@@ -15,7 +15,7 @@ _API = ("Policy", "load", "train")
 
 
 def __getattr__(name: str) -> Any:
-  """Imports a public module, or what `api` defines, when it is used."""
+  """Imports a public module, or a name of `api`, on first use."""
   if name in _MODULES:
     return importlib.import_module(f"{__name__}.{name}")
   if name in _API:

@@ -33,14 +33,14 @@ from jaxrl_llm.system import plugin, signals
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """A policy of a run or of a Hugging Face directory, made by `load`.
+  """The policy of a run or of a Hugging Face model directory; see `load`.
 
-  Weights are read when they are needed first.
+  Weights are read on first use.
 
   Attributes:
     path: directory of the run, or of the model.
-    step: iterations of the run; None for a model.
-    dtype: type of the computation and, for a model, of its weights.
+    step: checkpoint of the run; None for a model directory.
+    dtype: data type of the computation and, for a model, of its weights.
   """
 
   path: pathlib.Path
@@ -74,7 +74,7 @@ class Policy:
 
   @functools.cached_property
   def params(self) -> Any:
-    """The parameters, a nested dict; those of a run are float32.
+    """The parameters, a nested dict; float32 for a run.
 
     Adapters are merged.
 
@@ -97,11 +97,12 @@ class Policy:
   ) -> list[list[dict[str, Any]]]:
     """Samples responses to prompts.
 
-    Equal arguments give equal responses, whatever the slots.
+    Equal arguments give equal responses, for any number of slots.
 
     Args:
-      prompts: one text, or N of them; a text is continued as it is. A list of
-        messages (`role`, `content`) goes through the model's chat template.
+      prompts: one text, or N prompts. A text is continued as it is; a list of
+        messages (`role`, `content`) is formatted with the model's chat
+        template.
       samples: responses to each prompt.
       seed: seed of the randomness.
       slots: maximum number of responses sampled at a time.
@@ -109,7 +110,7 @@ class Policy:
         `top_p`, `stop_strings` and `max_new_tokens` (256 by default).
 
     Returns:
-      For each prompt its responses: dicts with `text`, `tokens`, `logprobs` and
+      The responses to each prompt: dicts with `text`, `tokens`, `logprobs` and
       `stop_reason` ('finished', or 'overlong' at max_new_tokens).
 
     Raises:
@@ -155,13 +156,13 @@ class Policy:
 
     Args:
       rows: rows of data with a prompt or a question.
-      sampling: how tokens are drawn, and how many.
+      sampling: sampling parameters.
       template: turns a row into tokens.
       samples: responses to each prompt.
       seed: seed of the randomness.
       slots: maximum number of responses sampled at a time.
-      conversations: the environment and its turns; None without one.
-      identity: names what the samples depend on.
+      conversations: conversations with an environment; None without one.
+      identity: identifies everything that the samples depend on.
 
     Raises:
       InputError: A prompt cannot be used or does not fit the model's context.
@@ -172,7 +173,7 @@ class Policy:
       context=self.model_config.max_position_embeddings,
       max_new_tokens=sampling.max_new_tokens,
     )
-    # Slots are spread over all devices, each of which has the whole model.
+    # Slots are sharded over all devices, each of which holds the whole model.
     mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
     fns = models.make_policy(
       self.model_config,
@@ -215,21 +216,21 @@ class Policy:
   ) -> dict[str, dict[str, float]]:
     """Samples and judges k responses to each problem of one or more sets.
 
-    Without arguments it repeats the last evaluation of a run. A model directory
-    is asked in its chat format and judged by the last number of a response,
-    unless settings say otherwise.
+    Without arguments, it repeats the last evaluation of a run. By default, a
+    model directory is evaluated in its chat format, and the verifier compares
+    the last number of a response.
 
     Args:
-      datasets: sets separated by commas as in `eval.path`, such as
-        'gsm8k,mine.jsonl'; '' are those of the run.
-      seed: seed of the sampling; None is that of the run.
+      datasets: comma-separated sets as in `eval.path`, such as
+        'gsm8k,mine.jsonl'; '' is the sets of the run.
+      seed: seed of the sampling; None is the seed of the run.
       critic: adds `best@k` and `weighted_maj@k` by the run's critic.
-      search: search by that critic: 'particles', 'dora' or 'beam'; '' samples
-        each response by itself.
+      search: search guided by that critic: 'particles', 'dora' or 'beam'; ''
+        samples responses independently.
       **settings: values of dotted keys, as `**{"eval.samples": 8}`.
 
     Returns:
-      For each set by name: `avg@k`, `pass@n`, `maj@k` and further numbers, with
+      Name of each set -> `avg@k`, `pass@n`, `maj@k` and further metrics, with
       standard errors `*_se`.
 
     Raises:
@@ -255,18 +256,18 @@ class Policy:
 
     Args:
       path: directory to write.
-      dtype: type of the weights in the file; float32 is exact.
+      dtype: data type of the saved weights; float32 is exact.
 
     Raises:
-      InputError: The directory cannot be written, or is that of a run or the
-        model that the policy or its run started from.
+      InputError: The directory cannot be written, or it is that of a run or of
+        the model that the policy or its run started from.
     """
     self._check_out(path)
     params = jax.tree.map(lambda x: x.astype(dtype), self.params)
     models.save(path, self.fns, params, tokenizer_from=self.directory)
 
   def save_adapters(self, path: str | os.PathLike) -> None:
-    """Writes the adapters of a run as a directory that PEFT loads.
+    """Writes the adapters of a run to a directory that PEFT can load.
 
     Args:
       path: directory to write.
@@ -279,7 +280,7 @@ class Policy:
     config = self._run_config if self.step is not None else None
     if config is None or not config.model.lora_rank:
       raise InputError(
-        f"{self.path}: has no adapters; a run has them with"
+        f"{self.path}: has no adapters; train a run with"
         " --config.model.lora_rank=16"
       )
     model, params = workdir.load_params(self.path, self.step)
@@ -292,15 +293,15 @@ class Policy:
   ) -> None:
     """Writes the critic of a run as a Hugging Face token classifier.
 
-    `value.init_from` starts another critic from it.
+    `value.init_from` can start another critic from it.
 
     Args:
       path: directory to write.
-      dtype: type of the weights in the file; float32 is exact.
+      dtype: data type of the saved weights; float32 is exact.
 
     Raises:
-      InputError: There is no critic that a directory can hold, or the directory
-        is one that `save` refuses.
+      InputError: There is no critic that can be saved as a token classifier, or
+        the directory is one that `save` refuses.
     """
     self._check_out(path)
     if self.step is None:
@@ -310,7 +311,7 @@ class Policy:
     models.save(path, fns, params, tokenizer_from=self.directory)
 
   def _check_out(self, path: str | os.PathLike) -> None:
-    """Refuses a directory whose files would be lost."""
+    """Refuses a directory whose files would be overwritten."""
     own = [self.directory]
     if self.step is not None:
       own.append(base_models.model_path(self._run_config))
@@ -337,9 +338,9 @@ def load(
   Args:
     path: the workdir of a run or a Hugging Face model directory; '' is the base
       model of the package.
-    step: checkpoint of the run, 'best' for that of its `checkpoint.best`, or
-      None for the newest.
-    dtype: type of the computation.
+    step: checkpoint of the run; 'best' is the best one by `checkpoint.best`,
+      None the newest.
+    dtype: data type of the computation.
 
   Raises:
     InputError: There is no such directory or checkpoint.
@@ -365,17 +366,17 @@ def load(
 def train(
   config: Any, folder: str | os.PathLike, *, step: int | None = None
 ) -> Policy:
-  """Trains, or resumes, a run and returns its policy.
+  """Trains or resumes a run and returns its policy.
 
   Args:
-    config: settings, for example of `config.method`.
+    config: settings, for example from `config.method`.
     folder: directory of the run, created if necessary. A checkpoint in it is
       resumed.
     step: checkpoint to resume; None is the newest.
 
   Raises:
     InputError: The config, the model's files or the data cannot be used, or the
-      folder has a run of other settings.
+      folder has a run with other settings.
     TrainingStopped: The run cannot continue.
     KeyboardInterrupt: The run was interrupted. It is saved and continues when
       `train` is called again; `load(folder)` is the policy so far.

@@ -1,10 +1,10 @@
 """Checksums of trees: 64 bits per array, computed on its devices.
 
 Two parameter trees that should be equal are rarely on the same devices, so they
-are compared by checksums. These depend on bits, not values: 0 and −0 differ, as
-do NaNs with different payloads. A checksum depends on path, shape and dtype of
-a leaf and on the index of every element, but not on mesh or sharding: it is a
-sum of integers, which is exact in any order.
+are compared by checksums. Checksums depend on bits, not values: 0 and −0
+differ, as do NaNs with different payloads. They also depend on the path, shape
+and dtype of a leaf and on the index of every element, but not on mesh or
+sharding: a sum of integers is exact in any order.
 """
 
 import collections
@@ -46,20 +46,20 @@ def checksums(tree: Any) -> dict[str, int]:
     tree: arrays on any devices or in NumPy, of at most 32-bit numbers.
 
   Raises:
-    TypeError: A leaf has wider, complex or no numbers.
-    ValueError: two leaves have one path name.
+    TypeError: A leaf has wider or complex numbers, or none.
+    ValueError: Two leaves have the same path name.
   """
   return leaf_checksums(*named_leaves(tree))
 
 
 def copies_that_differ(tree: Any) -> list[str]:
-  """Finds copies of the same elements on several devices that differ.
+  """Finds replicas on several devices that differ.
 
   Args:
-    tree: arrays; copies on this process's devices are compared.
+    tree: arrays; replicas on this process's devices are compared.
 
   Returns:
-    'PATH on DEVICE' for each copy unlike the most common one.
+    'PATH on DEVICE' for each replica that differs from the most common one.
   """
   copies = collections.defaultdict(dict)
   for name, leaf in zip(*named_leaves(tree)):
@@ -106,7 +106,7 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any]]:
   """Returns path names and leaves of a tree.
 
   Raises:
-    ValueError: two leaves have one path name.
+    ValueError: Two leaves have the same path name.
   """
   pairs = jax.tree_util.tree_leaves_with_path(tree)
   names = [path_name(path) for path, _ in pairs]
@@ -126,7 +126,7 @@ def leaf_checksums(
 def start_checksums(
   names: Sequence[str], leaves: Sequence[Any]
 ) -> dict[str, jax.Array]:
-  """Starts `leaf_checksums` without waiting; leaves may then be donated."""
+  """Starts `leaf_checksums` without waiting; leaves may be donated after it."""
   return {name: _start(name, leaf) for name, leaf in zip(names, leaves)}
 
 
@@ -165,7 +165,7 @@ def _sums(x: chex.Array, seed: chex.Array) -> jax.Array:
   """Computes both halves of a leaf's checksum, uint32 [2]."""
   places = _mix(_index(x.shape) + seed)
   mixed = _mix(_bits(x) ^ places)
-  # Together in one pass: on a CPU five times as fast as two sums.
+  # One pass for both: five times as fast on a CPU as two sums.
   zero = np.uint32(0)
   halves = jax.lax.reduce(
     (mixed, mixed * (places | 1)),
@@ -195,7 +195,7 @@ def _index(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-  """A bijection of 32-bit integers in which every bit affects all others.
+  """Maps 32-bit integers by a bijection in which every bit affects all others.
 
   Reference: the finaliser of MurmurHash3 (A. Appleby, public domain).
   """

@@ -16,20 +16,21 @@ from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import Responses, Rollout, Status
 
-_SHOWN = 4  # Responses of an evaluation that a table shows.
+_SHOWN = 4  # Number of responses of an evaluation that are logged.
 
 
 def majority_at_k(
   verdicts: Sequence[Verdict], k: int, weights: Sequence[float] | None = None
 ) -> float:
-  """Accuracy of the extracted answer with most votes of every k responses.
+  """Returns the accuracy of majority votes over k responses per problem.
 
-  The first of equal answers counts; a response without an answer has no vote.
+  Ties go to the answer that appears first; a response without an extracted
+  answer has no vote.
 
   Args:
-    verdicts: problem by problem.
+    verdicts: verdicts, problem by problem.
     k: responses per problem.
-    weights: vote of each response, at least 0; one each by default.
+    weights: weight of each response's vote, at least 0; 1 by default.
   """
   right, weights = 0, weights if weights is not None else [1.0] * len(verdicts)
   for start in range(0, len(verdicts), k):
@@ -44,7 +45,7 @@ def majority_at_k(
 
 
 def pass_counts(samples: int) -> list[int]:
-  """Returns the n of pass@n that are reported: powers of two, and all."""
+  """Returns each n of pass@n to report: powers of two, and all samples."""
   powers = (2**i for i in range(samples.bit_length()))
   return [*(n for n in powers if n < samples), samples]
 
@@ -57,8 +58,8 @@ class Evaluation:
   samples: int  # k.
   judged: Judged
   generate_s: float  # Seconds that the sampler took.
-  generated: int  # Tokens that it generated, also of responses cut off.
-  # float32 [N k], what a critic says of each response; None without one.
+  generated: int  # Tokens that it generated, including discarded ones.
+  # float32 [N k], the critic's value of each response; None without a critic.
   values: np.ndarray | None = None
 
   @property
@@ -75,11 +76,12 @@ class Evaluation:
     """Returns avg@k, its standard error over problems, pass@n, maj@k and more.
 
     maj@k is left out if the verifier extracts no answers. With a critic, best@k
-    is the accuracy of the response that it values most, and weighted_maj@k is
-    maj@k with votes that grow linearly with the value, from 0 for the least.
+    is the accuracy of the response with the highest value, and weighted_maj@k
+    is maj@k with votes that grow linearly with the value, from 0 for the
+    lowest.
 
     Args:
-      tries: every n of pass@n, each 1 to k.
+      tries: each n of pass@n, 1 to k.
     """
     k, responses, verdicts = self.samples, self.responses, self.judged.verdicts
     mean, error = metrics.mean_and_standard_error(self._right() / k)
@@ -107,16 +109,16 @@ class Evaluation:
     }
 
   def errors(self, tries: Sequence[int]) -> dict[str, float]:
-    """Standard errors of pass@n over problems; nan for one problem."""
+    """Returns standard errors of pass@n over problems; NaN for one problem."""
     error = lambda n: metrics.mean_and_standard_error(self._passed(n))[1]
     return {f"pass@{n}_se": error(n) for n in tries}
 
   def _right(self) -> np.ndarray:
-    """int [N], right responses to each problem."""
+    """Returns the number of correct responses to each problem, int [N]."""
     return self.responses.correct.reshape(-1, self.samples).sum(axis=1)
 
   def _passed(self, n: int) -> np.ndarray:
-    """pass@n of each problem, [N]."""
+    """Returns pass@n of each problem, [N]."""
     return metrics.pass_at_k(self._right(), self.samples, n)
 
   def shown(self) -> list[metrics.Sample]:
@@ -140,9 +142,9 @@ class Evaluator:
   name: str
   prompts: Sequence[Prompt]
   writer: ResponseWriter
-  origin: str = ""  # Line about the origin of the problems, or ''.
-  # (writer.write with weights, new responses) -> ended ones, see
-  # `methods.search`; None writes each by itself.
+  origin: str = ""  # Line on the origin of the problems, or ''.
+  # (function that continues responses, new responses) -> ended responses; see
+  # `methods.search`. None samples responses independently.
   search: Callable[[Callable[..., Rollout], Rollout], Rollout] | None = None
 
   def greedy(self) -> "Evaluator":
@@ -152,7 +154,7 @@ class Evaluator:
     return dataclasses.replace(self, writer=writer)
 
   def __call__(self, params: Any) -> Evaluation:
-    """Samples with parameters in the sampler's layout, and judges."""
+    """Samples and judges responses; `params` are in the sampler's layout."""
     writer, samples = self.writer, self.writer.group_size
     ids = np.arange(len(self.prompts) * samples).reshape(-1, samples)
     start, generated = time.perf_counter(), []
@@ -177,7 +179,7 @@ class Evaluator:
 def check_metric(
   name: str, evaluators: Sequence[Evaluator], *, greedy: bool
 ) -> None:
-  """Raises InputError for a metric that no evaluation can have."""
+  """Checks that an evaluation can have a metric, or raises InputError."""
   k = evaluators[0].writer.group_size
   names = [f"avg@{k}", f"pass@{k}", f"maj@{k}", "reward_mean"]
   names += ["greedy"] * greedy

@@ -1,8 +1,8 @@
 """Batch generation: prompts in, one JSON object per response out.
 
-Weights, settings, seed, a prompt's index and a sample's index fix a sample, and
-nothing else does: neither the slots, nor what is generated beside it. So a file
-that was cut off anywhere is completed by writing what it lacks.
+A sample depends only on weights, settings, seed, and the indices of its prompt
+and sample, not on the slots or the rest of the batch. A file that was cut off
+anywhere can therefore be completed by adding the missing samples.
 """
 
 import collections
@@ -23,8 +23,8 @@ from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import rules
 from jaxrl_llm.types import Origin, Rollout, Status, ended
 
-# A sample's number is prompt index * MAX_SAMPLES + sample index: a file may be
-# given more samples, or more prompts at the end, and keeps those it has.
+# A sample's id is prompt index * MAX_SAMPLES + sample index, so that samples,
+# or prompts at the end, can be added to a file without changing its samples.
 MAX_SAMPLES = 1 << 10
 MAX_PROMPTS = (1 << 31) // MAX_SAMPLES
 _AT = ("prompt_index", "sample_index")
@@ -46,14 +46,14 @@ def make_prompts(
   """Returns the prompts of rows, checking that each leaves room to respond.
 
   Args:
-    requests: N rows; a row of data may ask as in training.
+    requests: N rows, with a prompt or the fields of training data.
     template: turns an example into tokens.
-    context: most tokens of a prompt and its response.
+    context: maximum number of tokens of a prompt and its response.
     max_new_tokens: maximum number of response tokens.
 
   Raises:
-    InputError: a prompt is too long, cannot be tokenised, or has a field of the
-      name of one that samples have.
+    InputError: A prompt is too long or cannot be tokenised, or the name of one
+      of its fields is reserved.
   """
   room = context - max_new_tokens
   prompts = []
@@ -85,23 +85,23 @@ class Generation:
 
   writer: ResponseWriter
   params: Any  # In the sampler's layout.
-  prompts: Sequence[Prompt]  # With the fields that come out again as columns.
+  prompts: Sequence[Prompt]  # Their columns are copied to the samples.
   decode: Callable[[Sequence[int]], str]
-  settings: str  # Stands for what the samples depend on.
+  settings: str  # Identifies everything that the samples depend on.
 
   def sample(
     self,
     chunk: Sequence[Place],
     rule: rules.SchedulingRule = rules.continuous_batching,
   ) -> list[dict[str, Any]]:
-    """Writes the samples of a chunk.
+    """Generates the samples of a chunk.
 
     Args:
-      chunk: samples, those of a prompt one after the other.
-      rule: the engine's; if it halts, what has ended is returned.
+      chunk: indices of the samples, grouped by prompt.
+      rule: scheduling rule; if it halts, only ended samples are returned.
 
     Returns:
-      A JSON object a sample, in their order.
+      One JSON object per sample, in order.
     """
     numbers = {prompt: [] for prompt, _ in chunk}
     for prompt, sample in chunk:
@@ -152,9 +152,9 @@ def chunks(
   """Yields the missing samples in order, in chunks that fill the slots.
 
   Args:
-    prompts: N.
+    prompts: number of prompts.
     samples: number of samples per prompt.
-    done: the samples already written.
+    done: samples that are already written.
     slots: number of slots of the engine.
   """
   every = itertools.product(range(prompts), range(samples))
@@ -171,20 +171,21 @@ def write(
   *,
   halted: Callable[[], bool] = lambda: False,
 ) -> collections.Counter[str]:
-  """Writes chunks one after the other, one line per sample.
+  """Generates chunks one after the other, and writes one line per sample.
 
   Args:
-    job: everything that the samples share.
-    work: chunks.
-    file: takes the lines of each chunk when it has ended.
-    progress: shows what is done.
-    halted: once true, what has ended is written, and nothing more.
+    job: generates the samples.
+    work: chunks of samples.
+    file: file to write to, after each chunk.
+    progress: progress display.
+    halted: once it returns True, ended samples are written and generation
+      stops.
 
   Returns:
     The number of samples by stop reason.
 
   Raises:
-    InputError: the file cannot be written.
+    InputError: The file cannot be written.
   """
   reasons = collections.Counter()
 
@@ -209,18 +210,18 @@ def write(
 def resume(
   path: pathlib.Path, prompts: Sequence[Prompt], *, settings: str
 ) -> set[Place]:
-  """Prepares a file for more samples: an incomplete last line is removed.
+  """Prepares a file for more samples: removes an incomplete last line.
 
   Args:
-    path: path of the samples.
+    path: path of the file.
     prompts: prompts of the samples.
-    settings: identifies their settings.
+    settings: identifies the settings of the samples.
 
   Returns:
-    The samples in it.
+    The samples in the file.
 
   Raises:
-    InputError: it holds something else.
+    InputError: The file has other contents.
   """
   done, size = set(), 0
   with path.open("r+b") as file:
@@ -233,11 +234,13 @@ def resume(
 
 
 def _identify(line, where, prompts, settings) -> Place:
-  """Returns the place of a line's sample, checking that it fits the prompts."""
+  """Returns the indices of a line's sample; checks its prompt and settings."""
   record = parse_object(line.decode("utf-8", "replace"), where)
   prompt, sample = (record.get(key) for key in _AT)
   if type(prompt) is not int or sample not in range(MAX_SAMPLES):
-    raise InputError(f"{where}: no sample of generate.py; choose another file")
+    raise InputError(
+      f"{where}: not a sample of generate.py; choose another file"
+    )
   if record.get("settings") != settings:
     raise InputError(
       f"{where}: written with another model, seed or setting; use the same ones"
@@ -246,7 +249,7 @@ def _identify(line, where, prompts, settings) -> Place:
   known = prompts[prompt].columns if 0 <= prompt < len(prompts) else None
   if {k: v for k, v in record.items() if k not in KEYS} != known:
     raise InputError(
-      f"{where}: written for another prompt than the current number {prompt};"
+      f"{where}: written for a prompt other than the current number {prompt};"
       " keep the prompts in order or write to another file"
     )
   return prompt, sample

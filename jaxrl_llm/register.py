@@ -1,10 +1,10 @@
-"""Registers your own parts by name; called by a file of `--plugin`.
+"""Registers custom parts by name; called by a file of `--plugin`.
 
-A registered name is a value of its config key, on the same terms as the names
-of the package. Plain functions are registered: the names of positional
-arguments are the inputs that they read, keyword-only arguments receive the
-settings of their names, and unknown names are refused. The files of `methods/`
-register the package's own methods in the same way.
+A registered name becomes a value of its config key, just like the names of the
+package. Plain functions are registered: positional arguments receive the inputs
+of their names, keyword-only arguments the settings of their names, and unknown
+names are refused. The files of `methods/` register the package's own methods in
+the same way.
 """
 
 import difflib
@@ -32,11 +32,11 @@ from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.rollout.environments import Environment
 from jaxrl_llm.rollout.tools import Tools
 
-_OWN: set[tuple[str, str]] = set()  # Key and name of parts of users.
+_OWN: set[tuple[str, str]] = set()  # (key, name) of user-defined parts.
 
 
 def _add(table: dict, key: str, name: str, value: Any) -> None:
-  """Adds a part; one of a user's own is replaced, as when a cell runs again."""
+  """Adds a part; replaces a user-defined one, e.g. if a cell is run again."""
   file = table.get(name)  # The file in `methods`, if it is being imported now.
   adds = isinstance(file, str) and f"jaxrl_llm.methods.{file}" in sys.modules
   if name in table and not adds and (key, name) not in _OWN:
@@ -54,8 +54,9 @@ def _check_keywords(
 ) -> None:
   """Refuses keyword-only arguments that are misspelt settings of groups.
 
-  Others are settings of one's own, given by `estimator.settings` and
-  `loss.settings`, which may have to have `defaults`; other groups have none.
+  Other names are custom settings, which are set by `estimator.settings` and
+  `loss.settings`; other groups have no custom settings. With `defaults`, custom
+  settings need a default.
   """
   bound = {*getattr(fn, "keywords", ()), *inputs}  # By functools.partial.
   known = [k.rpartition(".")[2] for k in config.KEYS if k.startswith(groups)]
@@ -70,7 +71,7 @@ def _check_keywords(
         f" {use}, or bind the argument with functools.partial"
       )
     if defaults and p.default is p.empty:
-      raise ValueError(f"give the setting {p.name!r} of your own a default")
+      raise ValueError(f"give the custom setting {p.name!r} a default")
 
 
 def reward(name: str, fn: rewards.RewardFn) -> None:
@@ -78,24 +79,24 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
 
   Args:
     name: new name.
-    fn: function whose arguments name what it reads: prompt (as the model read
-      it), question, messages (of a conversation), response (the text of the
-      model; with an environment its turns, one per line), tokens (of that
-      text), answer, finished (whether it ended with a stop token),
-      conversation (turns, and rewards by name, with an environment), source,
-      id, columns (the row of the data), or a column. It returns a bool
-      (correct or not), a number, numbers by part (the part 'right', else the
-      first, decides whether it is correct) or a `rewards.Verdict`. With an
-      attribute `batched = True` it receives lists with all responses of a group
-      and returns a list. With reward.workers it must be importable, as
-      functions of a plugin are. Every call then runs in its own process, forked
-      after the import and `fn.prepare()`, if any, so that calls share no
+    fn: function whose argument names choose its inputs: prompt (as the model
+      reads it), question, messages (of a conversation), response (the text of
+      the model; with an environment its turns, one per line), tokens (of that
+      text), answer, finished (whether it ended with a stop token), conversation
+      (turns, and rewards by name, with an environment), source, id, columns
+      (the row of the data), or a column. It returns a bool (correct or not), a
+      number, numbers by part (the part 'right', or else the first one, decides
+      whether the response is correct) or a `rewards.Verdict`. With an attribute
+      `batched = True` it receives lists with all responses of a group and
+      returns a list. With reward.workers it must be importable, as functions of
+      a plugin are. Each call then runs in its own process, forked after the
+      import and after `fn.prepare()`, if it exists, so that calls share no
       state.
 
   Raises:
-    ValueError: The name is one of the package; a part of your own is replaced.
-      This applies to all functions of this module, except that the inputs of
-      `token_input` and `leaf` are never replaced.
+    ValueError: The package has a part of this name. A user-defined part is
+      replaced instead. This applies to all functions of this module, except
+      that the inputs of `token_input` and `leaf` are never replaced.
   """
   _add(rewards.REWARDS, "reward.name", name, fn)
 
@@ -106,26 +107,27 @@ def group_reward(
 ) -> None:
   """Makes `reward.group=NAME` choose a reward that compares a group.
 
-  It replaces the verdicts of training, never those of an evaluation.
+  It replaces the verdicts in training, never in evaluation.
 
   Args:
     name: new name.
     fn: (texts, verdicts) of the judged responses to a prompt -> a result for
-      each, as of a reward. It runs where rewards run, in its own process with
-      reward.workers.
+      each response, as a reward returns it. It runs where rewards run, with
+      reward.workers in its own process.
   """
   _add(rewards.GROUP_REWARDS, "reward.group", name, fn)
 
 
 def family(name: str, family: families.Family) -> None:
-  """Makes models whose config.json has `model_type` NAME readable.
+  """Adds support for models whose config.json has `model_type` NAME.
 
   Args:
     name: new name.
-    family: as a file of `jaxrl_llm/models/families/` defines it.
+    family: model family, as defined by the files of
+      `jaxrl_llm/models/families/`.
   """
   if name in families.names() and name not in families.REGISTERED:
-    raise ValueError(f"there is a family {name!r} already")
+    raise ValueError(f"there is already a family {name!r}")
   families.REGISTERED[name] = family
 
 
@@ -134,8 +136,8 @@ def source(name: str, make: Callable[..., sources.Source]) -> None:
 
   Args:
     name: new name.
-    make: (*, path, split, seed, columns, **data.settings) -> source, with only
-      the arguments that it reads. Without `split`, some questions are held out
+    make: (*, path, split, seed, columns, **data.settings) -> source; it may
+      take any of these arguments. Without `split`, some questions are held out
       for evaluation.
   """
   _add(sources.SOURCES, "data.source", name, make)
@@ -166,14 +168,14 @@ def oracle(name: str, fn: oracles.Oracle) -> None:
 
   Args:
     name: new name.
-    fn: (example, text of a wrong response) -> the text before its first wrong
-      step, and the right step; None if it finds none.
+    fn: (example, text of a wrong response) -> (text before its first wrong
+      step, correct step), or None if it finds none.
   """
   _add(oracles.ORACLES, "data.order_settings.oracle", name, fn)
 
 
 def schedule(name: str, stop: schedules.Stop) -> None:
-  """Makes `schedule.stop=NAME` choose when a call of the sampler stops."""
+  """Makes `schedule.stop=NAME` choose when a sampler call stops."""
   _add(schedules.STOPS, "schedule.stop", name, stop)
 
 
@@ -182,8 +184,8 @@ def engine(name: str, make: Callable[..., RolloutEngine]) -> None:
 
   Args:
     name: new name.
-    make: (fns, config, tokenizer, **sampler.engine_settings) -> engine; the
-      policy's `ModelFns`, an `EngineConfig`, and the model's tokenizer.
+    make: (fns, config, tokenizer, **sampler.engine_settings) -> engine, from
+      the policy's `ModelFns`, an `EngineConfig` and the model's tokenizer.
   """
   _add(engines.ENGINES, "sampler.engine", name, make)
 
@@ -193,7 +195,7 @@ def environment(name: str, make: Callable[..., Environment]) -> None:
 
   Args:
     name: new name.
-    make: (**environment.settings) -> an environment, such as a class.
+    make: (**environment.settings) -> environment; usually a class.
   """
   _add(turns.ENVIRONMENTS, "environment.name", name, make)
 
@@ -216,7 +218,7 @@ def estimator(name: str, fn: Callable[..., jax.Array], **inputs: str) -> None:
     name: new name.
     fn: inputs -> advantages [B, T], with settings of config group `estimator`.
       A critic is trained if it reads `values`.
-    **inputs: argument of `fn` -> input that it reads, where the names differ.
+    **inputs: argument of `fn` -> name of its input, where the names differ.
   """
   _check_keywords(fn, "estimator", inputs=inputs)
   make = choices.maker_of(fn, **inputs)
@@ -232,7 +234,7 @@ def loss(
     name: new name.
     fn: inputs -> per-token loss, with settings of config group `loss`; see
       `Algorithm.policy_loss` for its inputs.
-    **inputs: argument of `fn` -> input that it reads, where the names differ.
+    **inputs: argument of `fn` -> name of its input, where the names differ.
   """
   _check_keywords(fn, "loss", inputs=inputs)
   _add(choices.POLICY_LOSSES, "loss.name", name, choices.maker_of(fn, **inputs))
@@ -259,16 +261,16 @@ def logits_processor(
 ) -> None:
   """Adds a logits processor of the sampler, chosen by `sampler.processors`.
 
-  A stateless one applies to all that the engine samples. One whose state
-  follows training applies to training only, and not to evaluation.
+  A stateless processor applies to everything that the engine samples. A
+  stateful one, whose state follows training, does not apply to evaluation.
 
   Args:
     name: new name.
-    fn: (distribution, context, state) -> distribution, pure functions of
+    fn: (distribution, context, state) -> distribution; a pure function of
       arrays as in `sampling.processors`, with settings of config group
       `sampler`.
-    state: inputs -> state for the next batch, a tree of arrays; None: it has
-      no state, and `fn` gets None.
+    state: inputs -> state for the next batch, a tree of arrays. None makes the
+      processor stateless, and `fn` gets None.
     initial: state before the first batch.
   """
   _check_keywords(fn, "sampler")
@@ -287,10 +289,10 @@ def token_input(name: str, fn: Callable[..., jax.Array]) -> None:
 
   Args:
     name: new name.
-    fn: further inputs -> [B, T] or [B], with settings of config groups `loss`
-      and `estimator`; those of one's own need a default. Inputs are fields of
-      the batch, scores of models, results of parts, `part_NAME` (a part of the
-      reward, [B]) and `column_NAME` (a number of the data, [B]).
+    fn: other inputs -> [B, T] or [B], with settings of config groups `loss` and
+      `estimator`; custom settings need a default. Inputs are fields of the
+      batch, scores of models, results of parts, `part_NAME` (a part of the
+      reward, [B]) and `column_NAME` (a number from the data, [B]).
   """
   _check_keywords(fn, "loss", "estimator", defaults=True)
   build_algorithm.add_token_input(name, fn)
@@ -302,14 +304,14 @@ def leaf(
   *,
   needs: Sequence[str] = (),
 ) -> None:
-  """Adds an input that is made of models or of the responses themselves.
+  """Adds an input that is computed from models or from the responses.
 
   Args:
     name: new name.
     fn: (scoring of a batch) -> host array [B, T] or [B]; `providers.of_member`
-      makes it of a member.
-    needs: names of what it reads: a member ('policy', 'critic', or one of
-      `register.member`), 'reference', or an input. A run has them only if its
+      makes one from a member.
+    needs: names that `fn` reads: members ('policy', 'critic' or one added by
+      `register.member`), 'reference', or inputs. A run has them only if its
       method reads the input.
   """
   give = lambda scoring: {name: fn(scoring)}
@@ -319,15 +321,15 @@ def leaf(
 def member(
   name: str, make: Callable[..., members.Member], *, reads: Sequence[str]
 ) -> None:
-  """Adds a model that is trained beside the policy, such as a probe.
+  """Adds a model that is trained alongside the policy, such as a probe.
 
   Args:
-    name: new name, of its state in the checkpoint.
+    name: new name, also of its state in the checkpoint.
     make: (policy, algorithm, mesh) -> member, by `members.make_member`.
-    reads: names of the inputs that it learns from.
+    reads: names of the inputs that it is trained on.
   """
   if name in ("policy", "critic", *choices.COMPANIONS):
-    raise ValueError(f"there is a member {name!r} already; choose another name")
+    raise ValueError(f"there is already a member {name!r}; choose another name")
   _add(choices.MEMBERS, "members", name, choices.OwnMember(make, tuple(reads)))
 
 
@@ -339,15 +341,15 @@ def auxiliary(
   mode: str = "token-mean",
   **inputs: str,
 ) -> None:
-  """Makes `loss.auxiliary={NAME: coefficient}` add a loss of the policy.
+  """Makes `loss.auxiliary={NAME: coefficient}` add a loss to the policy's.
 
   Args:
-    name: new name; it is logged as `policy/NAME_loss`.
-    fn: inputs -> loss of each token, with settings of config group `loss`; see
+    name: new name; the loss is logged as `policy/NAME_loss`.
+    fn: inputs -> per-token loss, with settings of config group `loss`; see
       `Algorithm.policy_loss` for its inputs.
-    mask: name of the bool input [B, T] with the tokens that it is over.
-    mode: reduction over them, a mode without a norm of `masked.MODES`.
-    **inputs: argument of `fn` -> input that it reads, where the names differ.
+    mask: name of the bool input [B, T] that selects the tokens of the loss.
+    mode: reduction over these tokens, a mode of `masked.MODES` without a norm.
+    **inputs: argument of `fn` -> name of its input, where the names differ.
   """
   if name in ("nll", "kl", "entropy"):
     raise ValueError(
@@ -360,14 +362,14 @@ def auxiliary(
 
 
 def optimizer(name: str, make: Callable[..., Any]) -> None:
-  """Makes `optimizer.policy.name=NAME` choose an optimizer, or of the value.
+  """Makes `optimizer.policy.name=NAME` choose an optimizer; also for the value.
 
   Args:
     name: new name.
     make: (schedule, *, settings) -> optax transformation of gradients, which
-      are clipped already. The schedule gives the learning rate of an update;
-      other arguments receive the settings of config group `optimizer.policy`
-      or `optimizer.value` that they name.
+      are already clipped. The schedule returns the learning rate of an update;
+      keyword arguments receive the settings of their names in config group
+      `optimizer.policy` or `optimizer.value`.
   """
   _check_keywords(make, "optimizer.policy")
   _add(optimizers.OPTIMIZERS, "optimizer.policy.name", name, make)

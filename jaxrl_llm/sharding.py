@@ -6,9 +6,9 @@ width of layers. `PARAMETERS` names the dimensions of a parameter by its path,
 and `MESH_AXES` the axes over which a dimension is split. An optimizer's moments
 are sharded like their parameter because their paths end the same way.
 
-A mesh with an expert group has the axis 'expert' besides, which is a part of
-'fsdp' for all but experts. These are split over 'expert' and 'tensor', so that
-each device of a group has its own (`FOLDED`).
+A mesh with expert groups also has the axis 'expert', which acts as a part of
+'fsdp' for all parameters but experts. Experts are split over 'expert' and
+'tensor', so that each device of a group holds different ones (`FOLDED`).
 """
 
 import math
@@ -24,14 +24,14 @@ from jaxrl_llm.digest import path_name
 
 P = PartitionSpec
 AXES = ("data", "fsdp", "context", "tensor")
-EXPERT = "expert"  # Present with an expert group only; after 'fsdp'.
+EXPERT = "expert"  # Only with expert groups; after 'fsdp'.
 BATCH_AXES = ("data", "fsdp", EXPERT)
-SLOT_AXES = (*BATCH_AXES, "context")  # The sampler splits no row.
+SLOT_AXES = (*BATCH_AXES, "context")  # The sampler does not split rows.
 
 # Path of a parameter -> names of its dimensions; '' is never split. The first
-# match counts, and no match is an error. Stacked layers have a leading
-# dimension, which the layers of a sampler lack. The scales of a quantised
-# kernel have its dimensions, in blocks.
+# match applies, and no match is an error. Stacked layers have a leading
+# dimension, which the sampler's layers lack. Scales of a quantised kernel have
+# the dimensions of the kernel, in blocks.
 PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
   (r"embed/embedding$", ("vocab", "embed")),
   (r"lm_head/kernel$", ("embed", "vocab")),
@@ -76,7 +76,7 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
   "expert_mlp": ("tensor",),
   "expert_embed": ("fsdp", "context"),
 }
-# Dimensions that other axes split in a mesh with an expert group.
+# Overrides of `MESH_AXES` in a mesh with expert groups.
 FOLDED = {"experts": (EXPERT, "tensor"), "expert_mlp": ()}
 
 
@@ -89,26 +89,26 @@ def make_mesh(
   expert: int = 1,
   devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-  """Makes a mesh with the axes of `AXES`, and `EXPERT` for an expert group.
+  """Makes a mesh with the axes of `AXES`, and `EXPERT` for expert groups.
 
   Args:
-    data: size of the axis; -1 takes all devices that remain.
+    data: size of the axis; -1 takes all remaining devices.
     fsdp: size of the axis.
     tensor: size of the axis.
     context: size of the axis.
-    expert: devices of an expert group, all of a tensor group and some along
-      fsdp; 1: none.
-    devices: devices to use; the first of all by default.
+    expert: devices per expert group: a tensor group times a part of fsdp; 1 for
+      no expert groups.
+    devices: devices to use, from the first on; all by default.
 
   Raises:
-    ValueError: a size is out of range or does not divide, the sizes ask for
-      more devices than there are, or data=-1 leaves some idle.
+    ValueError: A size is out of range or does not divide, the mesh needs more
+      devices than are available, or data=-1 leaves some idle.
   """
   asked = f"mesh data={data} x fsdp={fsdp} x context={context}"
   asked += f" x tensor={tensor}"
   if min(fsdp, context, tensor) < 1 or (data < 1 and data != -1):
     raise ValueError(
-      f"{asked}: sizes must be >= 1 (data may be -1: the devices that remain)"
+      f"{asked}: sizes must be >= 1 (data=-1 takes all remaining devices)"
     )
   if expert > 1 and (expert % tensor or fsdp * tensor % expert):
     raise ValueError(
@@ -143,7 +143,7 @@ def axes_of(name: str, mesh: Mesh) -> tuple[str, ...]:
 
 
 def expert_axes(mesh: Mesh) -> tuple[str, ...]:
-  """Returns the axes along which experts are distributed; (): none."""
+  """Returns the axes over which experts are split; () if there are none."""
   return axes_of("experts", mesh)
 
 
@@ -154,35 +154,35 @@ def _present(axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
 def remaining_devices(
   mesh: Mesh, devices: Sequence[jax.Device]
 ) -> list[jax.Device]:
-  """Returns the devices outside a mesh, or its own if it has them all."""
+  """Returns the devices outside of a mesh, or its own if there are none."""
   own = list(mesh.devices.flat)
   return [device for device in devices if device not in own] or own
 
 
 def batch_size_of(mesh: Mesh) -> int:
-  """Number of shards of a batch."""
+  """Returns the number of shards of a batch."""
   return math.prod(mesh.shape[a] for a in _present(BATCH_AXES, mesh))
 
 
 def slots_size_of(mesh: Mesh) -> int:
-  """Number of shards of the sampler's slots."""
+  """Returns the number of shards of the sampler's slots."""
   return math.prod(mesh.shape[a] for a in _present(SLOT_AXES, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Sharding of an array that every device holds whole."""
+  """Sharding of arrays that are replicated on all devices."""
   return NamedSharding(mesh, P())
 
 
 def along_batch(mesh: Mesh, *, axis: int = 0) -> NamedSharding:
-  """Sharding of arrays split over data and fsdp along the given axis."""
+  """Sharding of arrays that are split like a batch along the given axis."""
   return NamedSharding(mesh, P(*[None] * axis, _present(BATCH_AXES, mesh)))
 
 
 def head_sharding(mesh: Mesh, vocabulary: int) -> NamedSharding:
-  """Sharding of per-group kernels [N, D, V], one for each group of devices.
+  """Sharding of head kernels [N, D, V], one for each group of devices.
 
-  A group of devices shares its tokens. Groups are in the order of
+  The devices of a group share the same tokens. Groups are in the order of
   `models.context.shards_to_rows`. The vocabulary is split if it divides.
   """
   groups = ("context", *_present(BATCH_AXES, mesh))
@@ -190,7 +190,7 @@ def head_sharding(mesh: Mesh, vocabulary: int) -> NamedSharding:
 
 
 def with_leading_axis(place: NamedSharding) -> NamedSharding:
-  """Sharding of such arrays stacked along a new first axis, [N, ...]."""
+  """Sharding of arrays stacked along a new first axis, [N, ...]."""
   return NamedSharding(place.mesh, P(None, *place.spec))
 
 
@@ -204,7 +204,7 @@ def tree_shardings(tree: Any, mesh: Mesh) -> Any:
     mesh: the mesh.
 
   Raises:
-    ValueError: a leaf's path matches no rule, or an axis of the mesh would
+    ValueError: The path of a leaf matches no rule, or an axis of the mesh would
       split two of its dimensions.
   """
 
@@ -234,8 +234,8 @@ def _dimensions(name: str, mesh: Mesh) -> tuple[str, ...]:
   axes = [axis for each in dimensions for axis in axes_of(each, mesh)]
   if len(set(axes)) < len(axes):
     raise ValueError(
-      f"parameter {name!r} has dimensions {dimensions}, two of which the same"
-      f" axis of the mesh would split: {axes}; change sharding.MESH_AXES"
+      f"parameter {name!r} has dimensions {dimensions}, two of which would be"
+      f" split by the same mesh axis: {axes}; change sharding.MESH_AXES"
     )
   return dimensions
 
@@ -243,8 +243,8 @@ def _dimensions(name: str, mesh: Mesh) -> tuple[str, ...]:
 def slot_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
   """Sharding of the sampler's arrays [S, K, ...]: slots, and KV heads.
 
-  KV heads are split if they divide the axis, so that the queries of a head are
-  on the device of its keys and values.
+  KV heads are split if the axis divides their number, so that the queries of a
+  head are on the same device as its keys and values.
   """
   heads = _split("heads", kv_heads, mesh)
   return NamedSharding(mesh, P(_present(SLOT_AXES, mesh), heads))
@@ -257,7 +257,7 @@ def packed_kv_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
 
 
 def bytes_per_device(tree: Any) -> float:
-  """Returns the bytes of sharded arrays, or of their shapes, on a device."""
+  """Returns bytes per device of sharded arrays or ShapeDtypeStructs."""
   return sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     for x in jax.tree.leaves(tree)

@@ -1,4 +1,4 @@
-"""Records passed between the parts of the library, and their rows.
+"""Records that are passed between the parts of the library.
 
 Conventions: B rows (one per sampled response), P padded prompt length, T padded
 response length. Everything about RL is response-aligned: index t is the t-th
@@ -20,17 +20,17 @@ class Status(enum.IntEnum):
 
   FINISHED = 0  # The model emitted a stop token: the episode ended.
   OVERLONG = 1  # The response hit its hard maximum: the episode ended.
-  # The sampler's call ended first: the response continues in a later step.
+  # The sampler call ended first: the response continues in a later step.
   # (TRL and verl call OVERLONG responses truncated.)
   TRUNCATED = 2
-  STOPPED = 3  # A schedule gave it up: it neither ended nor continues.
+  STOPPED = 3  # Dropped by a schedule: it neither ended nor continues.
 
 
 class Origin(enum.IntEnum):
   """The author of a response token; FOREIGN tokens have no log-probs."""
 
   POLICY = 0
-  FOREIGN = 1  # A tool, a hint, a data set.
+  FOREIGN = 1  # A tool, a hint or the data.
   OTHER = 2  # Another policy, whose log-probs are known.
 
 
@@ -43,7 +43,7 @@ class Rollout:
   tokens: chex.Array  # int32 [B, T], response tokens, stop token included.
   lengths: chex.Array  # int32 [B], response tokens present.
   mask: chex.Array  # bool [B, T], True where a response token may carry loss.
-  # float32 [B, T], under the distribution that was sampled from.
+  # float32 [B, T], under the distribution sampled from.
   behavior_logprobs: chex.Array
   version: chex.Array  # int32 [B, T], policy version that wrote the token.
   origin: chex.Array  # int8 [B, T], an `Origin` per token.
@@ -55,8 +55,8 @@ class Rollout:
   group_id: chex.Array  # int32 [B], draw of the prompt, unique in the run.
   group: chex.Array  # int32 [B], index of the group among these rows.
   sample_id: chex.Array  # int32 [B], unique in the run; seeds the response.
-  # int [B, T, layers · k], experts that the sampler chose where it predicted
-  # the token, -1 where it predicted none; with routing replay only.
+  # int [B, T, layers · k], experts that the sampler chose at the position that
+  # predicted the token, -1 where there is none; with routing replay only.
   choices: chex.Array | None = None
 
 
@@ -68,21 +68,21 @@ class Responses:
   rewards: chex.Array  # float32 [B]; 0 while unfinished.
   correct: chex.Array  # bool [B]; False while unfinished.
   judged: chex.Array  # bool [B]; False where the reward failed.
-  # Name -> float32 [B]: parts of the reward; NaN where there is none.
+  # Name -> float32 [B]: parts of the reward; NaN where missing.
   parts: dict[str, chex.Array] = dataclasses.field(default_factory=dict)
 
   @property
   def ended(self) -> np.ndarray:
-    """bool [B], the response is finished or overlong."""
+    """bool [B]: True if the response is finished or overlong."""
     return ended(self.rollout)
 
 
 class Pruning(NamedTuple):
-  """Gives up unfinished responses by what a model says of their beginnings."""
+  """A rule that drops unfinished responses by a model's prediction."""
 
-  at: int  # New tokens of a response after which it may be given up.
-  reads: str  # Input [B, T] that a model of the learner gives.
-  # (B unfinished responses, the input) -> those to give up, bool [B].
+  at: int  # New tokens of a response after which it may be dropped.
+  reads: str  # Input [B, T] that a model of the learner computes.
+  # (B unfinished responses, the input) -> responses to drop, bool [B].
   drop: Callable[[Rollout, np.ndarray], np.ndarray]
 
 
@@ -91,12 +91,12 @@ Experience = dict[str, chex.Array]
 
 
 def ended(rollout: Rollout) -> np.ndarray:
-  """bool [B], the response is finished or overlong."""
+  """Returns responses that are finished or overlong, bool [B]."""
   return np.isin(rollout.status, (int(Status.FINISHED), int(Status.OVERLONG)))
 
 
 def is_over(rollout: Rollout) -> np.ndarray:
-  """bool [B], the response has ended or was given up."""
+  """Returns responses that have ended or were dropped, bool [B]."""
   return np.asarray(rollout.status) != int(Status.TRUNCATED)
 
 
@@ -120,16 +120,17 @@ def is_foreign(rollout: Rollout) -> np.ndarray:
 
 
 def is_demonstrated(rollout: Rollout) -> np.ndarray:
-  """Returns responses that the data give as a whole, bool [B]."""
+  """Returns responses that come entirely from the data, bool [B]."""
   present = np.arange(rollout.tokens.shape[1]) < rollout.lengths[:, None]
   own = (present & (rollout.origin != Origin.FOREIGN)).any(axis=1)
   return (rollout.status == Status.FINISHED) & ~own
 
 
 def too_old(rollout: Rollout, version: int, max_staleness: int) -> np.ndarray:
-  """Returns rows of groups with a first token at least that old, int [n].
+  """Returns rows of groups that have reached a staleness, int [n].
 
-  Given tokens, which a response may begin with, have no age.
+  A group has if a first token is at least `max_staleness` updates old. Given
+  tokens, with which a response may begin, have no age.
   """
   first = np.argmax(rollout.mask, axis=1)
   age = version - rollout.version[np.arange(first.size), first]
@@ -151,7 +152,7 @@ def unjudged(rollout: Rollout) -> Responses:
 def take_rows(record: chex.ArrayTree, rows: chex.Array) -> chex.ArrayTree:
   """Returns the given rows of a record, by index or mask.
 
-  A mask that has all of them copies nothing.
+  A mask that selects all rows copies nothing.
   """
   is_mask = isinstance(rows, np.ndarray) and rows.dtype == np.bool_
   if is_mask and rows.all():
@@ -164,8 +165,8 @@ def join_rows(
 ) -> chex.ArrayTree:
   """Concatenates records along the row axis; None entries are skipped.
 
-  Groups are renumbered by first appearance of their group id. The result has
-  arrays of its own; `copy=False` shares those of a single record.
+  Groups are renumbered by first appearance of their group id. The result is a
+  copy; with `copy=False` it shares the arrays of a single record.
   """
   present = [part for part in parts if part is not None]
   if isinstance(present[0], Responses):

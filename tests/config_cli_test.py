@@ -114,7 +114,7 @@ data.source=jsonl data.path=x data.split=test | config.data.split='test' | \
 sampler.slots=2 | sampler.slots=2 | must hold at least one group
 reward.correct=-1.0 | reward.correct=-1.0 with config.reward.incorrect=-1.0: \
   a correct
-sampler.max_response_length=60 | max_response_length = 72 is over the \
+sampler.max_response_length=60 | max_response_length = 72 exceeds the \
   model's context of 64
 data.settings={'digits':2} | config.data.settings | digits
 sampler.stop=('12',) | sampler.stop has '12' | 2 tokens

@@ -172,10 +172,10 @@ class TestResume:
     "change, message",
     [
       ({"settings": "other"}, "out.jsonl:2: written with another model"),
-      ({"prompt": "1+1?"}, "out.jsonl:2: written for another prompt"),
-      ({"prompt_index": 3}, "out.jsonl:2: written for another prompt"),
-      ({"prompt_index": "0"}, "out.jsonl:2: no sample of generate.py"),
-      ({"sample_index": -1}, "out.jsonl:2: no sample of generate.py"),
+      ({"prompt": "1+1?"}, "out.jsonl:2: written for a prompt"),
+      ({"prompt_index": 3}, "out.jsonl:2: written for a prompt"),
+      ({"prompt_index": "0"}, "out.jsonl:2: not a sample of generate.py"),
+      ({"sample_index": -1}, "out.jsonl:2: not a sample of generate.py"),
     ],
   )
   def test_refuses_and_keeps_other_samples(self, change, message, tmp_path):

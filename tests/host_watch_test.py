@@ -88,7 +88,7 @@ def test_one_that_is_frozen_and_one_that_is_slow_are_named(model, tmp_path):
   assert "warning at step" in said(tmp_path)
   started[1].send_signal(signal.SIGINT)
   assert processes.wait(started) == [130] * 4, said(tmp_path)
-  assert "saved; the same --workdir goes on" in said(tmp_path)
+  assert "saved; rerun with the same --workdir to continue" in said(tmp_path)
 
 
 def test_a_run_that_a_suspect_ended_exits_with_75(model, tmp_path, monkeypatch):

@@ -162,7 +162,7 @@ class TestData:
     for more in ({"eval__path": changes["data__path"]}, {"data__holdout": 0.0}):
       run = build.make_run(make_config(model, **changes | more))
       assert run.evaluators[0].name == "own_training_data"
-      assert "which is trained on too" in run.evaluators[0].origin
+      assert "which is also trained on" in run.evaluators[0].origin
 
   def test_answers_that_the_verifier_needs(self, model, tmp_path):
     changes = self.files(tmp_path, [{"prompt": q} for q, _ in QUESTIONS])

@@ -144,7 +144,7 @@ def test_two_train_as_one_though_stopped_and_killed(model, tmp_path):
   started[1].send_signal(signal.SIGTERM)
   texts = logs(tmp_path)
   assert processes.wait(started) == [128 + signal.SIGTERM] * 2, texts
-  assert "saved; the same --workdir goes on" in logs(tmp_path)[0]
+  assert "saved; rerun with the same --workdir to continue" in logs(tmp_path)[0]
   done = len(tiny_run.comparable(folder))
   assert done < steps
   check_times(folder / "hosts", range(done))

@@ -41,7 +41,7 @@ class RolloutEngine(Protocol):
 
     Args:
       params: sampler parameters (`ModelFns.for_sampling`).
-      requests: unfinished responses, possibly without a token; NumPy arrays.
+      requests: unfinished responses, possibly empty; NumPy arrays.
       group_size: usual number of responses per prompt.
       window: maximum number of new tokens per response.
       key: key of the run. A response must depend on weights, prompt and
@@ -50,10 +50,10 @@ class RolloutEngine(Protocol):
       version: version of the parameters, recorded with every new token.
       rule: decides when the call ends.
       processor_states: states of logits processors.
-      turns: called with requests that left their slots.
+      turns: called with the requests that left their slots.
 
     Returns:
-      The rows in order. New tokens have log-probs, version, mask and origin;
+      The rows, in order. New tokens have log-probs, version, mask and origin;
       `window_start` is the length before the call, and a row whose `status` is
       TRUNCATED can be continued.
     """
@@ -61,7 +61,7 @@ class RolloutEngine(Protocol):
   def answer(
     self, request: Request, tokens: Sequence[int], origin: Origin
   ) -> None:
-    """Extends a request by the reply of an environment."""
+    """Appends the reply of an environment to a request."""
 
 
 # Name -> (fns, config, tokenizer, **sampler.engine_settings) -> engine; '' is

@@ -1,9 +1,9 @@
-"""Environments, which reply to the turns of a model, such as tools.
+"""Environments, such as tools, which reply to the turns of a model.
 
 An environment is the other side of one conversation. Its next step depends only
 on its `state`, a small JSON value that is stored with the response, so that
-conversations continue unchanged after a restart. Steps run in worker processes
-that share nothing else.
+conversations continue unchanged after a restart. Steps run in worker processes,
+which share nothing else.
 """
 
 import operator
@@ -19,14 +19,14 @@ Messages = Sequence[Mapping[str, str]]
 class Observation(NamedTuple):
   """The reply of an environment to a turn of the model."""
 
-  text: str = ""  # Read by the model next.
+  text: str = ""  # The next input of the model.
   done: bool = False  # The conversation is over.
-  rewards: Mapping[str, float] = {}  # Parts of the reward, added over turns.
+  rewards: Mapping[str, float] = {}  # Parts of the reward, summed over turns.
   role: str = "user"  # Role of the message for a chat model.
 
 
 class Environment(Protocol):
-  """One conversation; created for every step and given its state.
+  """One conversation; created for every step, which restores its state.
 
   Attributes:
     state: JSON value; `step` may depend on nothing else.
@@ -35,10 +35,12 @@ class Environment(Protocol):
   state: Any
 
   def start(self, example: Example) -> str | Messages | None:
-    """Starts and returns the opening; None uses the example's question."""
+    """Starts and returns the opening; None for the example's question."""
 
   def step(self, response: str) -> Observation:
-    """Replies to a turn of the model: its text, with the token that ended it.
+    """Replies to a turn of the model.
+
+    `response` is the text of the turn, including the token that ended it.
 
     Return errors that the model should read as text. If this raises, the
     response ends and is left out of every loss.
@@ -56,7 +58,7 @@ class Calculator:
     """Uses the question of the data."""
 
   def step(self, response: str) -> Observation:
-    """Returns the value of the sum at the end; without one, the end."""
+    """Returns the value of an open sum; a response without one ends."""
     if not response.endswith("="):
       return Observation(done=True)
     found = self._OPEN.search(response)
@@ -83,7 +85,7 @@ class GuessingGame:
     return "Guess my number between 0 and 99."
 
   def step(self, response: str) -> Observation:
-    """Returns 'higher', 'lower' or the end."""
+    """Returns 'higher' or 'lower', or ends the game."""
     guesses = re.findall(r"-?\d{1,9}", response)
     self.state["left"] -= 1
     if guesses and int(guesses[-1]) == self.state["number"]:

@@ -18,8 +18,8 @@ def rollout_metrics(
   Args:
     batch: responses that are trained on.
     judged: all judged responses of the step, including those that dynamic
-      sampling discarded, without those that are judged again in the step that
-      hands them over; most metrics are of these.
+      sampling discarded, except surplus ones, which are judged again in the
+      step that trains on them. Most metrics are computed from these.
   """
   rollout, over = batch.rollout, is_over(batch.rollout)
   row = {
@@ -85,7 +85,7 @@ def _reward_metrics(responses: Responses) -> dict[str, float]:
 
 
 def decoding_metrics(stats: EngineStats) -> dict[str, float]:
-  """Returns metrics of a step's engine calls, discarded ones included."""
+  """Returns metrics of a step's engine calls, including discarded tokens."""
   row = {
     "rollout/tokens": float(stats.tokens),
     "rollout/decode_steps": float(stats.decode_steps),
@@ -128,7 +128,7 @@ def conversation_metrics(
 
 
 def _group_metrics(responses: Responses) -> dict[str, float]:
-  """Returns metrics of groups of whole responses: how many are solved."""
+  """Returns fractions of solved groups; all responses must have ended."""
   _, first, group = np.unique(
     responses.rollout.group_id, return_index=True, return_inverse=True
   )

@@ -2,8 +2,8 @@
 
 Batch b is sampled with weights of version max(0, b - lag): while the learner
 trains on batch v, the worker samples batch v + lag with the weights of version
-v. Other systems bound the lag and let timing decide; here it is exact, so that
-a run repeats and resumes bit for bit.
+v. Other systems only bound the lag, and it varies with timing; here it is
+exact, so that a run repeats and resumes bit for bit.
 """
 
 import concurrent.futures
@@ -58,11 +58,12 @@ class Pipeline:
     """Makes the pipeline; nothing is started.
 
     Args:
-      lag: updates between the weights that sample a batch and those that it
-        trains.
+      lag: updates between the weights that sample a batch and the weights that
+        are trained on it.
       overlap: samples in a thread while the learner trains; False alternates,
         with the same results.
-      max_staleness: maximum number of updates between the tokens of a batch.
+      max_staleness: maximum number of updates between the oldest and the newest
+        token of a batch.
       streaming: hands over groups of the batch in progress.
     """
     self.streaming, self._arrivals = streaming, queue.SimpleQueue()
@@ -93,8 +94,8 @@ class Pipeline:
       ready: completed batches that are not trained on yet.
 
     Yields:
-      A future for each batch, oldest first; all are done after the context.
-      Errors are raised by its result.
+      A future for each batch, oldest first; all are done when the context
+      exits. Errors are raised by `Future.result`.
     """
     states = state, source_state
     self._arrivals = queue.SimpleQueue()
@@ -105,7 +106,7 @@ class Pipeline:
       try:
         collected = collect(*states, arrived=arrived)
       finally:
-        self._arrivals.put(None)  # No more will come.
+        self._arrivals.put(None)  # Marks the end.
       states = collected.state, collected.source_state
       return collected
 
@@ -127,13 +128,13 @@ class Pipeline:
   ) -> Iterator[Responses]:
     """Yields groups of the batch in progress, in order of completion.
 
-    The order depends on decode steps and not on time, so that every sum of
-    gradients is reproducible.
+    The order depends on decode steps and not on time, so that sums of gradients
+    are reproducible.
 
     Args:
       written: the batch, as `writing` yields it.
       version: version of the weights.
-      timer: times the learner's waiting.
+      timer: times how long the learner waits.
     """
     while True:
       with timer.phase("wait"):
@@ -149,7 +150,7 @@ class Pipeline:
   def check(self, batch: Batch, version: int) -> None:
     """Checks that the age of a batch matches the lag.
 
-    Its newest tokens were sampled lag updates ago, and tokens of partial
+    Its newest tokens were sampled `lag` updates ago, and tokens of partial
     rollouts at most `max_staleness` updates earlier.
 
     Args:
@@ -157,18 +158,18 @@ class Pipeline:
       version: version of the weights to train.
 
     Raises:
-      RuntimeError: It does not match, which is a bug.
+      RuntimeError: The age does not match, which is a bug.
     """
     rollout, lag = batch.responses.rollout, min(version, self.lag)
     most = lag + self._max_staleness
     new = np.arange(rollout.mask.shape[1]) >= rollout.window_start[:, None]
-    new &= rollout.sample_id[:, None] >= 0  # Others are replayed.
+    new &= rollout.sample_id[:, None] >= 0  # Negative ids are replayed.
     age = version - rollout.version[rollout.mask & new]
     oldest, newest = age.max(initial=lag), age.min(initial=most)
     if version - batch.version != lag or newest < lag or oldest > most:
       raise RuntimeError(
-        f"weights of version {version} were to be trained on tokens of"
-        f" {lag}..{most} updates before, got {newest}..{oldest} in a batch of"
+        f"weights of version {version} must be trained on tokens that are"
+        f" {lag}..{most} updates old, got {newest}..{oldest} in a batch of"
         f" version {batch.version}"
       )
 

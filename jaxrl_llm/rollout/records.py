@@ -19,8 +19,8 @@ class RolloutState:
   """The state of a worker between batches."""
 
   samples: int  # Responses begun so far; the id of the next one.
-  store: Rollout | None  # Begun and not handed over, or unfinished.
-  # By sample id; with an environment only.
+  store: Rollout | None  # Responses not yet handed over, or unfinished.
+  # By sample id; only with an environment.
   conversations: Conversations = dataclasses.field(default_factory=dict)
   replay: Responses | None = None  # Groups that may be trained on again.
 
@@ -36,7 +36,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-  """A batch, and the states after it."""
+  """A batch, and the states of the worker and its prompt source after it."""
 
   batch: Batch
   state: RolloutState
@@ -53,7 +53,7 @@ class Collected:
     ]
 
 
-# Takes a group that will be judged.
+# Receives a group as soon as it is complete; its verdicts follow.
 Arrived = Callable[[futures.Future[Judged]], None]
 
 

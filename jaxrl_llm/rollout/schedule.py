@@ -12,7 +12,7 @@ from jaxrl_llm.types import Pruning
 
 
 class Stop(NamedTuple):
-  """The end of a call of the sampler, as rules of its scheduler."""
+  """Scheduling rules that end a sampler call."""
 
   # (groups still missing, rows that must end) -> rule.
   groups: Callable[[int, np.ndarray], sampling.rules.SchedulingRule]
@@ -20,8 +20,8 @@ class Stop(NamedTuple):
   responses: Callable[[int], sampling.rules.SchedulingRule]
 
 
-# Name -> when to stop. All but 'all' leave responses that continue in the next
-# call.
+# Name -> when to stop. With any but 'all', unfinished responses continue in the
+# next call.
 STOPS: dict[str, Stop] = {
   "all": Stop(
     groups=lambda wanted, awaited: sampling.continuous_batching,
@@ -44,16 +44,16 @@ class RolloutSettings:
     groups: groups of a batch.
     group_size: responses per group.
     in_flight: groups sampled at a time, at least `groups`.
-    stop: when a call of the sampler stops, one of `STOPS`.
+    stop: when a sampler call stops, one of `STOPS`.
     dynamic_sampling: whether only groups with correct and incorrect responses
       count.
     window: maximum number of new tokens per response and step; 0 sets no limit.
       With a window, a batch is every response with new tokens, ended or not,
-      and those given up.
+      and every dropped response.
     max_staleness: maximum number of updates between the oldest and the newest
       token of a batch.
     max_rounds: maximum number of calls before dynamic sampling stops the run.
-    pruning: gives up unfinished responses; None gives none up.
+    pruning: drops unfinished responses; None drops none.
   """
 
   groups: int
@@ -76,10 +76,10 @@ class RolloutSettings:
 
   @property
   def patience(self) -> int:
-    """Age in updates at which an unfinished response must be finished.
+    """Age, in updates, at which an unfinished response must be finished.
 
-    Below `max_staleness` if so many groups are in flight that the last of them
-    is trained some updates later.
+    Below `max_staleness` if so many groups are in flight that the last ones are
+    trained on some updates later.
     """
     later = -(-self.in_flight // self.groups) - 2 + self.dynamic_sampling
     return self.max_staleness - max(0, later)
@@ -88,7 +88,7 @@ class RolloutSettings:
 def too_few(
   settings: RolloutSettings, rounds: int, judged: int, passed: int
 ) -> TrainingStopped:
-  """Returns the error of dynamic sampling that found too few groups."""
+  """Returns the error for dynamic sampling that found too few groups."""
   return TrainingStopped(
     f"{rounds} rounds judged {judged} groups, but only {passed} of the"
     f" {settings.groups} needed have correct and incorrect responses: the data"

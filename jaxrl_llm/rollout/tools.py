@@ -1,8 +1,8 @@
-"""Tools for chat models: Python functions that a model calls by JSON.
+"""Tools for chat models: Python functions that a model calls with JSON.
 
-The format is that of Hermes and Qwen: a turn has one or several JSON objects
-with a name and arguments between `<tool_call>` and `</tool_call>`, and gets a
-reply to each. Errors of a call are returned to the model as one line.
+The format is that of Hermes and Qwen: a turn has one or more JSON objects with
+a name and arguments between `<tool_call>` and `</tool_call>`, and gets a reply
+to each. If a call fails, the model gets the error as one line.
 """
 
 import inspect
@@ -85,11 +85,11 @@ def call(tools: dict[str, Callable[..., Any]], text: str) -> str:
     fn = tools[name]
     inspect.signature(fn).bind(**given)
   except (ValueError, RecursionError) as error:
-    return f"error: the tool call is no JSON: {error}"
+    return f"error: the tool call is not JSON: {error}"
   except KeyError as error:
-    return f"error: no tool {error}; there are {', '.join(tools)}"
+    return f"error: no tool {error}; available: {', '.join(tools)}"
   except (TypeError, AttributeError) as error:
-    return f"error: the tool call does not fit: {error}"
+    return f"error: the tool call is invalid: {error}"
   for key, value in given.items():
     kind = _type(fn, key)
     fits = isinstance(value, (int, float) if kind is float else kind)
@@ -107,7 +107,7 @@ def call(tools: dict[str, Callable[..., Any]], text: str) -> str:
 def python(code: str) -> str:
   """Runs a Python program and returns what it prints.
 
-  Programs that run too long are stopped, and the model reads the error. Unsafe:
+  Programs that run too long are stopped, and the model gets the error. Unsafe:
   programs have all permissions of the training process. Train in a container.
 
   Args:
@@ -124,7 +124,7 @@ def python(code: str) -> str:
 
 
 class Tools:
-  """Runs the tool calls of a turn; a turn without one is the last.
+  """Runs the tool calls of a turn; a turn without any is the last.
 
   Attributes:
     template_settings: variables of the model's chat template.
@@ -133,10 +133,10 @@ class Tools:
   state = None
 
   def __init__(self, functions: Sequence[Callable[..., Any]] = (python,)):
-    """Takes functions, see `schema`.
+    """Makes tools of functions; see `schema`.
 
     Raises:
-      InputError: A function cannot be described.
+      InputError: A function has no JSON schema.
     """
     self._tools = {fn.__name__: fn for fn in functions}
     self.template_settings = {"tools": list(map(schema, functions))}
@@ -146,7 +146,8 @@ class Tools:
 
   def step(self, response: str) -> Observation:
     """Returns the results of the calls, one per line."""
-    # Drops the text after the last end, where every start would search for one.
+    # Drops the text after the last end tag: each start tag there would search
+    # for an end tag.
     calls = _CALL.findall("".join(response.rpartition("</tool_call>")[:2]))
     if not calls:
       return Observation(done=True)

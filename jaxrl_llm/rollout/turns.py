@@ -1,9 +1,9 @@
 """Multi-turn responses: turns of the model and replies of an environment.
 
-A response that ended a turn leaves its slot. The reply is appended only after
-the next decode call, even if it arrives earlier, so that batch composition (and
-the run) does not depend on tool latency. Replies carry no loss, and only their
-own tokens are prefilled.
+A response that has ended a turn leaves its slot. The reply is appended only
+after the next decode call, even if it arrives earlier, so that batch
+composition (and the run) does not depend on tool latency. Replies carry no
+loss, and only their own tokens are prefilled.
 """
 
 import concurrent.futures
@@ -35,7 +35,7 @@ _CHARS_PER_TOKEN = 32  # Longer texts are cut before they are tokenised.
 _CUT = " [cut]"  # Appended to a cut text, if the vocabulary has it.
 
 # Sample id -> conversation as JSON: state, turns and rewards so far, and
-# `failed`, the error of the environment, if that ended it.
+# `failed`, the environment's error, if that ended the conversation.
 Conversations = dict[str, str]
 
 
@@ -65,7 +65,7 @@ class EnvironmentCalls:
     return {**settings, "kwargs": {**(settings.get("kwargs") or {}), **own}}
 
   def start(self, example: Example) -> tuple[str | Messages | None, Any]:
-    """Returns what the model reads first, and the state.
+    """Returns the opening for the model, and the environment's state.
 
     Raises:
       InputError: The environment cannot start with this example.
@@ -92,7 +92,8 @@ class EnvironmentCalls:
     """Returns the observation of a turn, and the state after it.
 
     Raises:
-      TypeError, ValueError: The result is no observation, or the state no JSON.
+      TypeError, ValueError: The result is not an observation, or the state is
+        not JSON.
     """
     environment = self._make(**self._settings)
     environment.state = state
@@ -100,11 +101,11 @@ class EnvironmentCalls:
     fits = isinstance(seen, Observation) and isinstance(seen.text, str)
     if not fits or not (seen.done or seen.text):
       raise TypeError(
-        f"step returned {repr(seen)[:60]}; give an Observation that is done or"
-        " has a text"
+        f"step returned {repr(seen)[:60]}; return an Observation that is done"
+        " or has a text"
       )
     rewards = {str(k): number(x, k) for k, x in seen.rewards.items()}
-    # A state that is no JSON raises here, as a failure of the environment.
+    # A state that is not JSON raises here, as a failure of the environment.
     state = json.loads(json.dumps(environment.state))
     return seen._asdict() | {"rewards": rewards, "state": state}
 
@@ -121,9 +122,10 @@ class ConversationConfig:
     decode: tokens -> text.
     render: (text of an observation, role) -> tokens, up to where the model's
       next turn begins.
-    max_turns: maximum number of model turns; more are overlong.
+    max_turns: maximum number of model turns; responses that need more are
+      overlong.
     max_observation_tokens: maximum number of tokens of an observation's text,
-      without what `render` adds; a longer text is cut.
+      not counting those that `render` adds; a longer text is cut.
     weights: weights of named parts of a turn's reward; 1 by default.
   """
 
@@ -181,8 +183,8 @@ def make_conversation_config(
     **settings: max_turns, max_observation_tokens and weights.
 
   Raises:
-    InputError: The environment cannot be sent to workers, or the chat template
-      has no stop token between turns.
+    InputError: The environment cannot be pickled for the workers, or the chat
+      template has no stop token between turns.
   """
   reply = REPLIES.get(template, completion_reply)
   own = play.template_settings(template, template_settings)
@@ -208,7 +210,7 @@ class TurnHook(contextlib.ExitStack):
     """Starts the thread that calls environments.
 
     Args:
-      config: how they are held.
+      config: configuration of the conversations.
       conversations: conversations of all requests, updated in place.
       answer: `Scheduler.answer`, which extends a request that left its slot.
     """
@@ -222,13 +224,13 @@ class TurnHook(contextlib.ExitStack):
     )
 
   def __call__(self, left: Sequence[Request]) -> bool:
-    """Adds the replies requested before, and requests those of new turns.
+    """Appends the replies requested earlier, and requests those to new turns.
 
     Args:
       left: requests that have just left their slots.
 
     Returns:
-      Whether a reply was added or requested.
+      Whether a reply was appended or requested.
     """
     pending, answers = self._pending, self._answers
     for request, answer in zip(pending, answers.result() if pending else ()):
@@ -252,17 +254,17 @@ class TurnHook(contextlib.ExitStack):
     return json.loads(self._conversations[str(request.row.sample_id[0])])
 
   def _turn(self, request: Request) -> str:
-    """The text since the last observation, a given opening included."""
+    """Returns the text since the last observation, with a given opening."""
     start = request.turn_start
     start *= request.row.mask[0, :start].any()
     tokens = request.row.tokens[0, start : request.length]
     return self._config.decode(tokens)
 
   def _add(self, request: Request, answer: Any, failed: str | None) -> None:
-    """Ends the response or extends it by the observation.
+    """Ends the response or appends the observation to it.
 
-    An error of the environment ends it without a reward: like after a failed
-    verifier, the response is left out of every loss.
+    An error of the environment ends the response without a reward: it is left
+    out of every loss, as after a failed verifier.
     """
     config, conversation = self._config, self._of(request)
     answer, tokens = answer or Observation(done=True)._asdict(), []
@@ -275,7 +277,7 @@ class TurnHook(contextlib.ExitStack):
     turns, rewards = conversation["turns"] + 1, conversation["rewards"]
     for name, value in answer["rewards"].items():
       rewards[name] = rewards.get(name, 0.0) + value
-    # The last token of the turn is the model's.
+    # The reward goes to the last token of the turn, which the model wrote.
     reward = Grading(config.weights).value(answer["rewards"])
     request.row.turn_rewards[0, request.length - 1] = reward
     conversation["turns"] = turns

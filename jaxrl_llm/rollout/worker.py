@@ -1,11 +1,11 @@
 """The rollout worker: prompts in, judged responses out (steps 1 to 3).
 
-A schedule (`RolloutSettings`) is three independent choices: when a call of the
-sampler stops, which groups count, and how many new tokens a response may get.
-DAPO keeps groups with mixed verdicts, APRIL stops when enough groups have
-ended, T-PPO samples a window of every response.
+A schedule (`RolloutSettings`) is three independent choices: when a sampler call
+stops, which groups count, and how many new tokens a response may get. DAPO
+keeps groups with mixed verdicts, APRIL stops when enough groups have ended, and
+T-PPO samples a window of every response.
 
-The state holds every response that has begun and was not handed over. Weights
+The state holds every response that has begun and not been handed over. Weights
 and KV caches are not part of the state: they can be rebuilt at any time without
 changing the tokens.
 """
@@ -62,7 +62,7 @@ class RolloutWorker:
 
   Attributes:
     writer: samples and judges responses.
-    source: draws prompts, and looks up those of unfinished responses.
+    source: draws prompts, and looks up the prompts of unfinished responses.
     settings: the schedule.
     group_reward: replaces the verdicts of each group.
     replay: adds earlier groups to each batch.
@@ -75,17 +75,17 @@ class RolloutWorker:
   replay: Replay | None = None
 
   def init(self) -> RolloutState:
-    """The state before the first batch."""
+    """Returns the state before the first batch."""
     return RolloutState(samples=0, store=None)
 
   def abstract(self) -> RolloutState:
-    """The state as a checkpoint is read into it, see `Learner.abstract`."""
+    """Returns the structure of the state in a checkpoint; cf. `Learner`."""
     return RolloutState(
       samples=0, store=Rollout, conversations={}, replay=Responses
     )
 
   def close(self) -> None:
-    """Ends the processes that environments and the group reward run in."""
+    """Stops the processes that run environments and the group reward."""
     self.writer.close()
     if self.group_reward is not None:
       self.group_reward.close()
@@ -141,13 +141,13 @@ class RolloutWorker:
   def _check_each_once(
     self, before: RolloutState, new: "_Collection", batch: Responses
   ) -> None:
-    """Checks that each response begun is handed over or kept, exactly once.
+    """Checks that each response is handed over or kept, exactly once.
 
     Unfinished responses of the batch are kept as well, and dynamic sampling
-    discards responses that it has judged.
+    discards some of the responses that it has judged.
 
     Raises:
-      RuntimeError: Some are missing or doubled, which is a bug.
+      RuntimeError: Responses are missing or duplicated, which is a bug.
     """
     kept = sample_ids(new.state.store)
     fresh = np.arange(before.samples, new.state.samples)
@@ -166,11 +166,11 @@ class RolloutWorker:
     ):
       raise RuntimeError(
         f"{len(begun)} responses were begun, but {len(found)} are handed over,"
-        f" kept or discarded, {len(set(found))} of them different"
+        f" kept or discarded, {len(set(found))} of them distinct"
       )
 
   def prompts_of(self, rollout: Rollout) -> Sequence[Prompt]:
-    """Looks up the prompt of every row, which may be of an earlier batch."""
+    """Looks up the prompt of every row, which may be from an earlier batch."""
     rows = list(zip(rollout.example_id.tolist(), rollout.group_id.tolist()))
     prompts = {row: self.source.prompt(*row) for row in set(rows)}
     return [prompts[row] for row in rows]
@@ -178,11 +178,11 @@ class RolloutWorker:
 
 @dataclasses.dataclass
 class _Collection:
-  """A batch in the making; `groups`, `streamed` and `windows` return it.
+  """A batch being collected; `groups`, `streamed` and `windows` return it.
 
   Attributes:
     worker: the worker.
-    state: its state so far.
+    state: state of the worker so far.
     source_state: state of the prompt source so far.
     weights: weights for all new tokens.
     timer: times the phases.
@@ -199,7 +199,7 @@ class _Collection:
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def groups(self) -> Responses:
-    """Collects whole groups, oldest first."""
+    """Collects complete groups, oldest first."""
     settings, replay = self.worker.settings, self.worker.replay
     kept: list[Responses] = []
     judged = passed = fewer = 0
@@ -259,7 +259,7 @@ class _Collection:
     return batch
 
   def streamed(self, arrived: Arrived) -> Responses:
-    """Collects whole groups, and hands over each when it is complete."""
+    """Collects groups, and hands over each as soon as it is complete."""
     self._begin(self.worker.settings.groups)
     judged: list[futures.Future[Judged]] = []
     # Judges while the engine continues.
@@ -276,11 +276,11 @@ class _Collection:
     return join_rows([each.responses for each in self.judged])
 
   def windows(self) -> Responses:
-    """T-PPO's successive batching: up to W more tokens of every response.
+    """Collects up to W more tokens of every response (T-PPO).
 
-    Cut responses continue under the new weights, and new ones replace ended
-    ones. If only some responses of a prompt fit, the others start in the
-    next step.
+    In its successive batching, cut responses continue under the new weights,
+    and new ones replace ended ones. If only some responses to a prompt fit, the
+    others start in the next step.
     """
     settings = self.worker.settings
     room = settings.in_flight * settings.group_size
@@ -292,7 +292,7 @@ class _Collection:
       rollout = self._write(
         take_rows(store, np.s_[:room]), window=settings.window, rule=rule
       )
-    # A schedule may give up responses that got no token in this window.
+    # A schedule may drop responses that got no token in this window.
     new = (rollout.lengths > rollout.window_start) | is_over(rollout)
     fresh = take_rows(rollout, new)
     over = is_over(fresh)
@@ -305,7 +305,7 @@ class _Collection:
     return batch
 
   def _keep(self, *parts: Rollout | None) -> None:
-    """Sets the store to the rows of some parts."""
+    """Sets the store to the rows of all parts."""
     present = [part for part in parts if len(sample_ids(part))]
     store = join_rows(present) if present else None
     self.state = self.state.replace(store=store)
@@ -320,7 +320,7 @@ class _Collection:
     self._keep(self.state.store, new)
 
   def _new_responses(self, prompts: Sequence[Prompt]) -> Rollout:
-    """Returns empty responses to prompts, which the state then counts."""
+    """Returns empty responses to prompts, and counts them in the state."""
     state, writer = self.state, self.worker.writer
     ends = np.cumsum([state.samples, *writer.sizes(prompts)])
     ids = [np.arange(*pair) for pair in itertools.pairwise(ends)]
@@ -366,7 +366,7 @@ class _Collection:
     return join_rows([ended, written], copy=False)
 
   def _prune(self, rollout: Rollout) -> None:
-    """Gives up unfinished responses, in place."""
+    """Drops unfinished responses, in place."""
     pruning = self.worker.settings.pruning
     rows = np.flatnonzero(~is_over(rollout))
     if rows.size:
@@ -375,7 +375,7 @@ class _Collection:
       rollout.status[rows[drop]] = int(Status.STOPPED)
 
   def _fed(self) -> Responses | None:
-    """Returns the replay store with new responses of other policies."""
+    """Returns the replay store, with new responses of other policies."""
     replay, store, found = self.worker.replay, self.state.replay, None
     if replay.feed is not None:
       found = replay.feed.read(
@@ -388,12 +388,12 @@ class _Collection:
     return replay.add(store, judged.responses)
 
   def _of_now(self, rollout: Rollout) -> Rollout:
-    """Returns responses of others, whose tokens count as the newest."""
+    """Returns responses with all tokens marked as of the newest version."""
     now = np.full_like(rollout.version, self.weights.version)
     return rollout.replace(version=now)
 
   def _judged_rows(self, rows: Rollout) -> Responses:
-    """Returns responses with verdicts; the data vouch for their own."""
+    """Returns responses with verdicts; demonstrated ones are not judged."""
     given, parts = is_demonstrated(rows), []
     if given.any():
       parts.append(unjudged(self._of_now(take_rows(rows, given))))
@@ -404,7 +404,7 @@ class _Collection:
     return join_rows(parts, copy=False)
 
   def _second_look(self) -> Judged | None:
-    """Samples and judges what the prompt source draws for a judged batch."""
+    """Samples and judges prompts that the source draws for a judged batch."""
     if not self.judged:
       return None
     with self.timer.phase("data"):
@@ -417,7 +417,7 @@ class _Collection:
     with self.timer.phase("generate"):
       rows = self._write(rows)
     rows = rows.replace(window_start=np.zeros_like(rows.window_start))
-    # Not looked up: these prompts may differ from those of their examples.
+    # Not looked up: these prompts may differ from those of the data.
     sizes = self.worker.writer.sizes(prompts)
     every = [p for p, size in zip(prompts, sizes) for _ in range(size)]
     return self._judge(rows, every)
@@ -441,6 +441,6 @@ def run_key(seed: int, stream: int) -> jax.Array:
 
 
 def _merged(first: Any, second: Any, in_second: np.ndarray) -> Any:
-  """Merges two records of rows; `in_second`, bool [B], tells their places."""
+  """Merges two records; bool [B] `in_second` is True for rows of the second."""
   order = np.argsort(np.argsort(in_second, kind="stable"))
   return join_rows([take_rows(join_rows([first, second]), order)])

@@ -1,7 +1,7 @@
 """Samples and judges responses, for training, evaluation and generation.
 
-These differ in their prompts, in when a call stops, and in the use of the
-responses.
+These differ in their prompts, in when a call stops, and in how the responses
+are used.
 """
 
 import collections
@@ -25,24 +25,24 @@ from jaxrl_llm.types import Origin, Rollout, Status, join_rows
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """The sampler's parameters, and what depends on the state of the learner."""
+  """The sampler's parameters, and functions of the learner's state."""
 
   params: Any
   version: int = 0
   processor_states: Mapping[str, Any] | None = None  # By processor.
-  # (name of an input, responses) -> [B, T], by the models of the learner.
+  # (name of an input, responses) -> [B, T], computed by the learner's models.
   read: Callable[[str, Rollout], np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ResponseWriter:
-  """An engine with the settings that its responses share.
+  """An engine with the settings that all its responses share.
 
   Attributes:
     engine: samples the responses.
     settings: sampling parameters of every response.
     key: random key of the run; a response folds in its sample id.
-    group_size: responses per prompt, usually.
+    group_size: usual number of responses per prompt.
     judge: judges ended responses; None if no verdicts are needed.
     turn_taking: conversations with an environment; None without one.
   """
@@ -58,7 +58,7 @@ class ResponseWriter:
     """Returns the number of responses to each prompt.
 
     Raises:
-      InputError: It is negative.
+      InputError: The number is negative.
     """
     for prompt in prompts:
       if prompt.tries < 0:
@@ -71,7 +71,7 @@ class ResponseWriter:
   def begin(
     self, prompts: Sequence[Prompt], sample_ids: Sequence[Sequence[int]]
   ) -> Rollout:
-    """Returns responses to begin, one per sample id of each prompt.
+    """Returns the initial rows, one per sample id of each prompt.
 
     A demonstrated response is complete; the others have not ended.
 
@@ -122,7 +122,7 @@ class ResponseWriter:
       rule: the scheduling rule.
       conversations: conversations of the rows, updated in place; only with an
         environment.
-      arrived: called with every group when its last response has ended.
+      arrived: called with each group when its last response has ended.
     """
     with contextlib.ExitStack() as stack:
       hooks = []
@@ -147,7 +147,7 @@ class ResponseWriter:
       )
 
   def close(self) -> None:
-    """Ends the processes that environments run in."""
+    """Stops the processes that run environments."""
     if self.turn_taking is not None:
       self.turn_taking.call.close()
 
@@ -165,7 +165,7 @@ class ResponseWriter:
 
 
 class Arrivals:
-  """A hook of the scheduler that hands over completed groups."""
+  """Scheduler hook that hands over completed groups."""
 
   def __init__(self, sizes: Mapping[int, int], tell: Callable[[Rollout], None]):
     """Makes the hook.
@@ -175,13 +175,13 @@ class Arrivals:
       tell: called with the rows of each completed group.
     """
     self._sizes, self._tell = sizes, tell
-    # Requests that left their slots, some of them until the reply of the
-    # environment; a request with several turns leaves several times.
+    # Requests that left their slots, some only until the environment replies: a
+    # request with several turns leaves several times.
     self._left: dict[Request, None] = {}
     self._ended = collections.defaultdict(list)
 
   def __call__(self, left: Sequence[Request]) -> bool:
-    """Adds requests that left their slots, which may return to them."""
+    """Adds requests that left their slots, to which they may return."""
     self._left |= dict.fromkeys(left)
     over = [r for r in self._left if r.row.status[0] != Status.TRUNCATED]
     for request in over:

@@ -1,4 +1,4 @@
-"""Batched sampling of responses on static shapes."""
+"""Batched sampling of responses with static shapes."""
 
 from jaxrl_llm.sampling.engine import Engine as Engine
 from jaxrl_llm.sampling.requests import new_requests as new_requests

@@ -1,9 +1,10 @@
 """The allocator of KV cache pages, on the host.
 
-The cache lies in pages of `page_size` tokens. A response gets pages as it grows
-and gives them back, so memory follows the sum of lengths instead of slots ×
-longest. Responses that begin alike may share a page: it is free again when its
-last reader has given it back. On D shards a response has its pages on one.
+The cache is divided into pages of `page_size` tokens. A response allocates
+pages as it grows and frees them when it ends, so memory is proportional to the
+sum of lengths instead of slots × longest. Responses with a common prefix may
+share a page, which is reference-counted. With D shards, all pages of a response
+are on the same shard.
 """
 
 import heapq
@@ -15,10 +16,10 @@ _MIN_PAGE_SIZE, _MAX_PAGE_SIZE = 32, 128
 
 
 def default_page_size(max_length: int) -> int:
-  """Tokens per page for sequences of up to `max_length`.
+  """Returns the default page size for sequences of up to `max_length` tokens.
 
-  Larger pages are read faster, smaller ones waste less at a sequence's end: a
-  power of two, at most a sixteenth of the longest.
+  Larger pages are read faster, smaller ones waste less at the end of a
+  sequence. The default is a power of two, at most a sixteenth of `max_length`.
   """
   part = max(max_length // 16, 1)
   power = 1 << (part.bit_length() - 1)
@@ -26,22 +27,22 @@ def default_page_size(max_length: int) -> int:
 
 
 class PageAllocator:
-  """P pages on each of D shards, numbered within their shard.
+  """Allocates P pages on each of D shards, numbered within their shard.
 
-  A page is in use, or free, or kept: it holds a context that nobody is writing
-  on, and is free as soon as somebody needs it.
+  A page is free, in use, or cached: it holds the context of a response outside
+  of the slots, and is evicted when its space is needed.
   """
 
   def __init__(self, *, shards: int, pages: int):
-    """All pages are free."""
-    # Heaps: the lowest pages first, so that those in use lie close together.
+    """Makes an allocator whose pages are all free."""
+    # Heaps: the lowest pages first, so that pages in use are close together.
     self._free = [list(range(pages)) for _ in range(shards)]
     self._readers = np.zeros((shards, pages), np.int32)
-    # (shard, pages) by context, the oldest first.
+    # Cached contexts -> (shard, pages), oldest first.
     self._kept: dict[bytes, tuple[int, list[int]]] = {}
 
   def allocate(self, shard: int, count: int) -> list[int] | None:
-    """Pages whose only reader is the caller; None if there are too few."""
+    """Allocates pages, evicting cached ones; None if there are too few."""
     free = self._free[shard]
     for context in [k for k, kept in self._kept.items() if kept[0] == shard]:
       if len(free) >= count:
@@ -54,23 +55,23 @@ class PageAllocator:
     return pages
 
   def share(self, shard: int, pages: Sequence[int]) -> None:
-    """Pages in use get one more reader."""
+    """Adds a reader to pages in use."""
     self._readers[shard, pages] += 1
 
   def free(self, shard: int, pages: Sequence[int]) -> None:
-    """A reader gives pages back."""
+    """Removes a reader from pages; those without readers become free."""
     self._readers[shard, pages] -= 1
     for page in pages:
       if not self._readers[shard, page]:
         heapq.heappush(self._free[shard], page)
 
   def move(self, shard: int, pages: list[int], limit: int) -> list[tuple]:
-    """Exchanges pages of one reader for free ones below `limit`.
+    """Exchanges unshared pages for free ones below `limit`.
 
     Args:
-      shard: where they are.
-      pages: changed in place, as far as there are free ones.
-      limit: pages from this one on are to be left.
+      shard: shard of the pages.
+      pages: updated in place, for as long as there are free pages.
+      limit: pages at or above this number are moved.
 
     Returns:
       (shard, from, to) of each page that moved.
@@ -84,8 +85,8 @@ class PageAllocator:
     return moved
 
   def keep(self, context: bytes, shard: int, pages: list[int]) -> None:
-    """A reader gives the pages of a context back, in case that it goes on."""
-    if context in self._kept:  # Somebody else had the same tokens.
+    """Caches the pages of a context, in case it continues."""
+    if context in self._kept:  # Another response had the same tokens.
       self.free(self._kept[context][0], self.take(context))
     self._kept[context] = shard, pages
 
@@ -94,5 +95,5 @@ class PageAllocator:
     return self._kept[context][0] if context in self._kept else None
 
   def take(self, context: bytes) -> list[int]:
-    """The pages of a kept context, whose reader is the caller from now on."""
+    """Uncaches a context and returns its pages, now read by the caller."""
     return self._kept.pop(context)[1]

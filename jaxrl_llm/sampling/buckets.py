@@ -1,15 +1,15 @@
-"""Shape buckets: sizes are rounded up to few, so that few programs compile."""
+"""Shape buckets: sizes are rounded up, so that few programs are compiled."""
 
 import itertools
 from collections.abc import Iterable
 
 _MIN_LENGTH = 16  # The smallest length bucket.
-_MIN_SLOTS = 8  # Slots of a shard: fewer save no time.
+_MIN_SLOTS = 8  # Slots per shard; fewer save no time.
 _SLOT_RATIO = 4  # Ratio of consecutive slot buckets.
 
 
 def length_buckets(max_length: int) -> list[int]:
-  """Lengths that contexts are padded to: 16, 24, 32, 48, ..., max_length."""
+  """Returns the padded lengths of contexts: 16, 24, 32, 48, ..., max_length."""
   powers = (_MIN_LENGTH << i for i in itertools.count())
   steps = (size for power in powers for size in (power, power * 3 // 2))
   below = itertools.takewhile(lambda size: size < max_length, steps)
@@ -17,7 +17,7 @@ def length_buckets(max_length: int) -> list[int]:
 
 
 def slot_buckets(slots: int, shards: int) -> list[int]:
-  """Batch sizes of decoding: all slots, a quarter, a sixteenth, ..."""
+  """Returns the decode batch sizes: all slots, a quarter, a sixteenth, ..."""
   shard_slots, sizes = slots // shards, []
   while not sizes or shard_slots >= _MIN_SLOTS:
     sizes.append(shard_slots * shards)
@@ -26,5 +26,5 @@ def slot_buckets(slots: int, shards: int) -> list[int]:
 
 
 def round_up(size: int, buckets: Iterable[int]) -> int:
-  """The smallest bucket that holds `size`."""
+  """Returns the smallest bucket of at least `size`."""
   return min(bucket for bucket in buckets if bucket >= size)

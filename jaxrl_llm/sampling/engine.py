@@ -1,8 +1,8 @@
 """The engine: prompts and cut responses in, responses out.
 
-It lives as long as the run. Requests are added, each step writes some tokens to
-those that have a slot, and hands over those that have ended or paused.
-`generate_window` adds requests and steps until none is left.
+The engine lives as long as the run. Each step appends tokens to the requests in
+slots and returns the requests that have ended or paused. `generate_window` adds
+requests and steps until none are left.
 """
 
 import functools
@@ -36,9 +36,9 @@ from jaxrl_llm.types import Rollout
 class Engine(Scheduler):
   """Continuous batching over a paged KV cache of fixed size.
 
-  New responses of one prompt share one prefill and its full pages, and a slot
-  that is free takes the next response. A response depends on weights, prompt
-  and sample id, and not on what else is written, when, or in which pages.
+  New responses to one prompt share one prefill and its full pages, and a free
+  slot takes the next response. A response depends only on weights, prompt and
+  sample id, not on the rest of the batch, on timing, or on its pages.
   """
 
   def __init__(
@@ -55,17 +55,17 @@ class Engine(Scheduler):
     Args:
       fns: the model.
       config: sizes.
-      processors: further logits processors by name, in order.
-      detokenize: tokens to text, which stop strings need.
-      drafter: proposes draft tokens, so that a step may write several;
-        responses are the same without.
+      processors: additional logits processors by name, in order.
+      detokenize: tokens to text; required for stop strings.
+      drafter: proposes draft tokens, so that a step may append several tokens;
+        it does not change the responses.
 
     Raises:
-      InputError: the KV cache cannot hold the longest sequence.
+      InputError: The KV cache cannot hold the longest sequence.
     """
     if (config.num_draft_tokens > 0) != (drafter is not None):
       raise ValueError(
-        "a drafter and num_draft_tokens >= 1 belong together, got"
+        "a drafter requires num_draft_tokens >= 1 and vice versa, got"
         f" num_draft_tokens={config.num_draft_tokens}"
         f" {'with a' if drafter else 'without'} drafter"
       )
@@ -94,7 +94,7 @@ class Engine(Scheduler):
 
   def set_params(self, params: Any, version: int) -> None:
     """Sets sampler parameters (`fns.for_sampling`); see `Scheduler`."""
-    both = self._cache.params  # And the drafter's.
+    both = self._cache.params  # Parameters of the sampler and of the drafter.
     if both is None or params is not both[0]:
       both = params, self._drafter_params(params)
     super().set_params(both, version)
@@ -110,35 +110,35 @@ class Engine(Scheduler):
     processor_states: Mapping[str, Any] | None = None,
     extendable: bool = False,
   ) -> list[Request]:
-    """Responses that begin or go on wait for a slot.
+    """Enqueues new or unfinished responses.
 
     Args:
       rollout: rows of `new_requests`, or unfinished ones; NumPy arrays, which
-        are written in place.
-      key: a key that stays the same for the whole run; with the sample id it
-        fixes the randomness of a response.
-      settings: how to sample.
-      group_size: new responses of a prompt: slots // group_size prompts are
-        prefilled at a time. The same in every call compiles least.
-      window: most new tokens of a response before it pauses; None is no bound.
-        `max_new_tokens` of the settings is over all windows.
-      processor_states: trees of arrays by the name of their logits processor;
-        a stateful one without is off.
-      extendable: keep the KV of responses that ended, for `answer`, while
-        nobody needs its pages; that of paused ones is kept in any case.
+        are updated in place.
+      key: key of the run, the same in every call; with the sample id it
+        determines the randomness of a response.
+      settings: sampling parameters.
+      group_size: new responses per prompt: slots // group_size prompts are
+        prefilled at a time. A constant value avoids recompilation.
+      window: maximum number of new tokens of a response before it pauses; None
+        sets no limit. `max_new_tokens` of the settings counts all windows.
+      processor_states: trees of arrays by logits processor; a stateful
+        processor without a state is off.
+      extendable: whether to cache the KV of ended responses for `answer`, until
+        its pages are needed. The KV of paused responses is always cached.
 
     Returns:
-      A request for each row, by which it is known from now on.
+      One request per row.
 
     Raises:
-      ValueError: a row or setting is out of range.
+      ValueError: A row or setting is out of range.
     """
     check_number("window", window, "[1, inf)")
     check_number("group_size", group_size, "[1, inf)")
     if settings.stop_strings and self._detokenize is None:
       raise ValueError(
-        f"stop_strings={settings.stop_strings!r} need an engine that was made"
-        " with detokenize"
+        f"stop_strings={settings.stop_strings!r} require an engine with"
+        " detokenize"
       )
     limit = max_tokens_of(
       settings, max_response_length=self.config.max_response_length
@@ -165,12 +165,12 @@ class Engine(Scheduler):
     window: bool = False,
     processor_states: Mapping[str, Any] | None = None,
   ) -> dict:
-    """Lowers the sampler at its largest shapes, running nothing.
+    """Lowers the sampler's programs at their largest shapes; runs nothing.
 
     Args:
       params: ShapeDtypeStructs of sampler parameters.
       prompts: prompts that are prefilled at a time.
-      window: lower the prefill of cut responses too.
+      window: whether to also lower the prefill of cut responses.
       processor_states: as in `add`, or its ShapeDtypeStructs.
 
     Returns:
@@ -206,7 +206,7 @@ class Engine(Scheduler):
     return lowered
 
   def prompts_at_a_time(self, group_size: int) -> int:
-    """Prompts whose responses fill the slots."""
+    """Returns the number of prompts whose responses fill the slots."""
     return max(1, self.config.slots // group_size)
 
   def _metadata(
@@ -216,7 +216,8 @@ class Engine(Scheduler):
     states: Mapping[str, Any] | None,
   ) -> slots_lib.SamplingMetadata:
     vocab_size = self.fns.config.vocab_size
-    stop_tokens = list(self.config.stop_tokens) or [vocab_size]  # Or no token.
+    # Without stop tokens, an id that is never drawn.
+    stop_tokens = list(self.config.stop_tokens) or [vocab_size]
     return slots_lib.SamplingMetadata(
       key,
       np.asarray(stop_tokens, np.int32),
@@ -236,7 +237,7 @@ def _programs(
   Args:
     fns: the model.
     drafter: proposes draft tokens.
-    size: shards, pages of each, tokens of a page.
+    size: shards, pages per shard, tokens per page.
     processors: logits processors by name.
   """
   jit = functools.partial(jax.jit, out_shardings=fns.kv_sharding)

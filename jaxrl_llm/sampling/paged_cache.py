@@ -1,8 +1,7 @@
-"""The paged KV cache: its arrays on the device, and whose pages are whose.
+"""The paged KV cache: its arrays on the device, and its page allocator.
 
-Everything that changes the cache goes through here: prefilled contexts are
-inserted into pages, pages are copied, contexts are extended, and decode calls
-write on.
+All changes of the cache are made here: prefilled contexts are inserted into
+pages, pages are copied, contexts are extended, and decode calls append tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from jaxrl_llm.system import processes
 
 
 class Programs(NamedTuple):
-  """The compiled functions of `slots`."""
+  """The compiled functions of `slots.ModelRunner`."""
 
   init_kv_cache: Callable[[], tuple]
   prefill: Callable[..., tuple]
@@ -45,21 +44,21 @@ class PagedCache:
     sharding: jax.sharding.Sharding | None,
     shares_pages: bool,
   ):
-    """Allocates nothing on the device yet.
+    """Makes the cache; nothing is allocated on the device yet.
 
     Args:
       programs: the compiled functions.
       config: sizes.
-      shards: D.
-      sharding: of the slot axis.
-      shares_pages: whether several slots may read a page.
+      shards: number of shards, D.
+      sharding: sharding of the slot axis.
+      shares_pages: whether several slots may read the same page.
     """
     self.programs, self._config = programs, config
     self.shares_pages = shares_pages
     self.shards, self._sharding = shards, sharding
     self._pages = config.pages_per_shard(shards)
     self._length_buckets = buckets.length_buckets(config.max_length)
-    # Tokens of a sequence that a drafter sees, or that are read.
+    # Only drafters and exact decoding read the tokens of a sequence.
     history = config.num_draft_tokens or config.exact
     self._history = config.max_length if history else 0
     self.stats = EngineStats()  # Counters of prefills.
@@ -67,7 +66,7 @@ class PagedCache:
     self.set_params(None)
 
   def set_params(self, params: Any) -> None:
-    """New weights, under which no page holds anything."""
+    """Sets new weights, which invalidate the contents of all pages."""
     self.params = params
     self.allocator = PageAllocator(shards=self.shards, pages=self._pages)
 
@@ -77,12 +76,13 @@ class PagedCache:
     copies: Sequence[tuple[int, int, int]],
     extended: Sequence[Request],
   ) -> None:
-    """Fills the pages of requests that have just got a slot.
+    """Fills the pages of requests that have just been inserted into slots.
 
     Args:
-      contexts: to prefill; on each shard, one request that has it.
-      copies: (shard, from, to) of pages that others among these have filled.
-      extended: whose pages hold their contexts without the newest tokens.
+      contexts: contexts to prefill; each is a list of the requests that have
+        it, one per shard.
+      copies: (shard, from, to) of pages to copy after the prefill.
+      extended: requests whose pages lack only the newest tokens.
     """
     if self._kv_cache is None:
       self._kv_cache = self.programs.init_kv_cache()
@@ -95,18 +95,18 @@ class PagedCache:
   def decode(
     self, rows: Rows, metadata: SamplingMetadata, min_active: int, draft: int
   ) -> DecodeOutput:
-    """A decode call.
+    """Runs a decode call.
 
     Args:
-      rows: of the batch; their pages have room for the call.
-      metadata: of every token.
-      min_active: returns when fewer slots are active, >= 1.
-      draft: draft tokens of a step.
+      rows: the batch; its pages have room for the tokens of the call.
+      metadata: sampling parameters shared by all tokens.
+      min_active: the call returns when fewer slots are active, >= 1.
+      draft: draft tokens per step.
 
     Returns:
       NumPy arrays.
     """
-    # First: they may move pages, which replaces the cache.
+    # First, because this may move pages, which replaces the cache.
     arguments = self._put(self.decode_arguments(rows))
     self._kv_cache, output = self.programs.decode(
       self.params,
@@ -119,13 +119,13 @@ class PagedCache:
     return processes.to_host(output)
 
   def decode_arguments(self, rows: Rows) -> tuple:
-    """Block tables, slots and which are active: of a call of `decode`."""
+    """Returns block tables, slots and the mask of active slots."""
     active = np.asarray([request is not None for request in rows])
     slots = requests_lib.as_slots(rows, self._history, self._config.exact)
     return self._block_tables(rows), slots, active
 
   def rows(self, requests: Sequence[Request], size: int) -> Rows:
-    """Requests in `size` rows, as many for each shard; None is idle."""
+    """Returns `size` rows, equally many per shard; idle ones are None."""
     rows: list[Request | None] = []
     for shard in range(self.shards):
       mine = [r for r in requests if r.shard == shard]
@@ -133,17 +133,17 @@ class PagedCache:
     return rows
 
   def _put(self, arguments: tuple) -> tuple:
-    """Arrays with an axis of slots or shards, each to its device."""
+    """Puts arrays with an axis of slots or shards onto their devices."""
     place = lambda x: processes.put(x, self._sharding) if np.ndim(x) else x
     return jax.tree.map(place, arguments)
 
   def _prefill(self, contexts: Sequence[list[Request]]) -> None:
-    """Prefills contexts, each once, and inserts them into their pages."""
+    """Prefills each context once, and inserts it into its pages."""
     config, group_size = self._config, contexts[0][0].params.group_size
     new = [same for same in contexts if not same[0].length]
     continued = [same for same in contexts if same[0].length]
-    # Two numbers of prompts to prefill at a time: few, to refill, and many,
-    # unless more than half of these were padding.
+    # Two batch sizes of the prefill: a small one for refills, and a large one,
+    # unless more than half of it would be padding.
     few = -(-(config.refill_slots - 1) // group_size) + 1
     many = max(few, config.slots // group_size)
     count = few if len(new) <= max(few, many // 2) else many
@@ -152,7 +152,7 @@ class PagedCache:
     self._prefill_parts(continued, count, config.max_length, self._sharding)
 
   def _prefill_parts(self, contexts, count, limit, sharding) -> None:
-    """Contexts of like length together, `count` at a time."""
+    """Prefills contexts `count` at a time, grouped by similar length."""
     lengths = np.asarray([same[0].context_length for same in contexts])
     order = np.argsort(lengths, kind="stable")
     for start in range(0, len(contexts), count):
@@ -176,13 +176,14 @@ class PagedCache:
       self._kv_cache = self.programs.insert(self._kv_cache, prefilled, pages)
 
   def _pages_read(self, rows: Rows) -> int:
-    """The bucket of first pages, of a shard, that those of all rows are among.
+    """Returns how many pages of each shard a call reads, from the first on.
 
-    If it can be halved, pages move to the front first: the last responses of a
-    batch are few, and theirs lie between those that others have left.
+    This is a bucket that covers the pages of all rows. If it can be halved,
+    pages are first moved to the front: the last responses of a batch are few,
+    and their pages are scattered between free ones.
     """
     requests = [r for r in rows if r is not None]
-    # Exact: one shape. Pages that are shared are all in one array.
+    # Exact decoding has one shape. Shared pages are all in one array.
     if self._config.exact or self.shares_pages or not requests:
       return self._pages
     sizes = models.page_buckets(self._kv_cache)
@@ -211,10 +212,10 @@ class PagedCache:
       self._kv_cache = self.programs.copy_pages(self._kv_cache, *pages)
 
   def _extend(self, requests: Sequence[Request]) -> None:
-    """Computes the KV of tokens that were added to contexts since they left.
+    """Computes the KV of tokens that were appended outside of the slots.
 
-    The last token that a context had is not in the cache yet, and the last one
-    that it has now is read by the next decode step.
+    The last token from before is not in the cache yet, and the last new token
+    is read by the next decode step.
     """
     size = self._config.continued_per_prefill(self.shards)
     width, at_a_time = self._config.page_size, size // self.shards
@@ -230,7 +231,7 @@ class PagedCache:
         for row, part in zip(tokens, new):
           row[: len(part[done:])] = part[done : done + width]
         given = tokens, begin[:, None] + index, index < lengths[:, None]
-        # First: the block tables may move pages, which replaces the cache.
+        # First, because this may move pages, which replaces the cache.
         arguments = self._put((self._block_tables(rows), *given))
         self._kv_cache = self.programs.extend(
           self.params, self._kv_cache, *arguments

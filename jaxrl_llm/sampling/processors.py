@@ -1,8 +1,8 @@
 """Logits processors, which change the distribution of the next token.
 
-A processor is a pure device function. Its state is a tree of arrays, passed
-with every call, so that new values do not recompile. The engine returns
-log-probs of the processed distribution.
+A processor is a pure device function. Its state is a tree of arrays passed with
+every call, so new values do not trigger a recompilation. The engine returns
+log-probs under the processed distribution.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 
 class Distribution(NamedTuple):
-  """Parameters of the softmax of R tokens to draw; see `choose.choose`."""
+  """Parameters of the distributions of R tokens; see `choose.choose`."""
 
   logits: jax.Array  # float32 [R, V].
   temperature: jax.Array  # float32 [R], 0 is greedy.
@@ -23,20 +23,20 @@ class Distribution(NamedTuple):
 
 
 class TokenContext(NamedTuple):
-  """Positions of R tokens to draw."""
+  """Positions of the R tokens to draw."""
 
-  index: jax.Array  # int32 [R], response tokens before it.
-  min_tokens: jax.Array  # int32 [R], response tokens before a stop token.
+  index: jax.Array  # int32 [R], response tokens before the drawn one.
+  min_tokens: jax.Array  # int32 [R], minimum tokens before a stop token.
   stop_tokens: jax.Array  # int32 [n].
 
 
 class LogitsProcessor(NamedTuple):
-  """A function of the distribution.
+  """A transformation of the distribution.
 
   Attributes:
     fn: (distribution, context, state) -> distribution.
-    stateful: whether it applies only to calls that pass its state; others
-      always apply, with None.
+    stateful: whether it applies only to calls that pass its state; a stateless
+      one always applies, with state None.
   """
 
   fn: Callable[[Distribution, TokenContext, Any], Distribution]

@@ -1,7 +1,7 @@
-"""Requests: responses in the making, each a row of a `Rollout`.
+"""Requests: responses in progress, each a row of a `Rollout`.
 
 Everything here is NumPy on the host. A new response is a row of length 0, so
-that starting and continuing differ in nothing but the context to prefill.
+that starting and continuing differ only in the context to prefill.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class SamplingParams(NamedTuple):
 
   settings: SamplingSettings
   metadata: SamplingMetadata
-  group_size: int  # New responses per prompt, usually.
+  group_size: int  # Usual number of new responses per prompt.
   extendable: bool = False  # Also keeps the KV of ended responses.
 
 
@@ -31,26 +31,26 @@ class SamplingParams(NamedTuple):
 class Request:
   """A response in progress; new tokens are written into its row in place."""
 
-  row: Rollout  # This response alone; arrays [1, ...].
+  row: Rollout  # This response only; arrays [1, ...].
   params: SamplingParams
-  max_tokens: int  # Response tokens that end it.
-  pause_at: int  # Tokens at which it leaves its slot; at most max_tokens.
+  max_tokens: int  # Response length at which the response ends.
+  pause_at: int  # Response length at which it leaves its slot, <= max_tokens.
   slot: int | None = None
   shard: int = 0  # The shard of its pages.
   pages: list[int] = dataclasses.field(default_factory=list)
-  cached: int = 0  # Tokens that it had when it last left its slot.
-  position: int = 0  # Index of the token that it reads next.
+  cached: int = 0  # Context length when it last left its slot.
+  position: int = 0  # Index of the next token to read.
   given: Sequence[int] = ()  # Response tokens to score instead of drawing.
   awaiting_environment: bool = False  # Left its slot until the reply.
 
   @property
   def length(self) -> int:
-    """Response tokens so far."""
+    """The number of response tokens so far."""
     return int(self.row.lengths[0])
 
   @property
   def context_length(self) -> int:
-    """Tokens of the prompt and of the response so far."""
+    """The number of tokens of the prompt and of the response so far."""
     return int(self.row.prompt_lengths[0] + self.row.lengths[0])
 
   @property
@@ -63,7 +63,7 @@ class Request:
 
   @property
   def turn_start(self) -> int:
-    """Response tokens up to the last one not from the policy."""
+    """The number of response tokens up to the last one not from the policy."""
     others = self.row.origin[0, : self.length] != Origin.POLICY
     return int(np.flatnonzero(others)[-1]) + 1 if others.any() else 0
 
@@ -71,25 +71,25 @@ class Request:
   def prefix(self) -> tuple:
     """Key of a shared prefill, equal for new responses of a group.
 
-    They may begin with given tokens.
+    New responses may begin with given tokens.
     """
     if self.row.mask[0, : self.length].any():
       return (id(self),)
     return int(self.row.group_id[0]), self.context().tobytes()
 
   def append(self, output: DecodeOutput, slot: int, *, version: int) -> int:
-    """Appends the new tokens of a slot, and returns how many; NumPy arrays.
+    """Appends the new tokens of a slot, and returns how many.
 
     Tokens of the policy may carry loss. Mask and origin of earlier tokens are
     unchanged.
 
     Args:
-      output: output of all slots.
+      output: output of all slots; NumPy arrays.
       slot: row of the request in the output.
       version: version of the policy.
 
     Raises:
-      InputError: The model gave no token a probability.
+      InputError: No token has a probability above 0.
     """
     row, read = self.row, int(output.count[slot])
     old = min(self.context_length - 1 - self.position, read)
@@ -114,17 +114,17 @@ class Request:
     return count
 
   def context(self) -> np.ndarray:
-    """Prompt and response so far, int32 [context_length]."""
+    """Returns prompt and response so far, int32 [context_length]."""
     prompt = self.row.prompt_tokens[0, : self.row.prompt_lengths[0]]
     return np.concatenate([prompt, self.row.tokens[0, : self.length]])
 
   def known(self) -> np.ndarray:
-    """The context and the given tokens after it, int32."""
+    """Returns the context and the given tokens after it, int32."""
     given = np.asarray(self.given[self.length :], np.int32)
     return np.concatenate([self.context(), given])
 
 
-# Columns that are 0 where a response has no token.
+# Fields that are 0 where a response has no token.
 _PER_TOKEN = ("tokens", "behavior_logprobs", "version", "mask", "turn_rewards")
 
 Rows = Sequence[Request | None]  # A batch; None is an idle slot.
@@ -133,13 +133,13 @@ Rows = Sequence[Request | None]  # A batch; None is an idle slot.
 def make_requests(
   rollout: Rollout, params: SamplingParams, limits: chex.Array, window: int
 ) -> list[Request]:
-  """Makes a request for each row, which it writes to.
+  """Makes a request for each row; new tokens are written to the row.
 
   Args:
     rollout: B rows; NumPy arrays.
-    params: parameters of all.
-    limits: int [B], response tokens that end a response.
-    window: most new tokens.
+    params: sampling parameters of all rows.
+    limits: int [B], response lengths at which responses end.
+    window: maximum number of new tokens.
   """
   pauses = np.minimum(rollout.lengths + window, limits)
   return [
@@ -155,12 +155,12 @@ def make_requests(
 
 
 def as_slots(rows: Rows, history: int, exact: bool) -> Slots:
-  """Requests as the arrays of a decode call.
+  """Returns requests as the arrays of a decode call.
 
   Args:
     rows: S requests.
-    history: tokens of a sequence that are passed, C.
-    exact: whether those that are not in the cache are read.
+    history: columns of `Slots.history`, C.
+    exact: whether decoding reads the known tokens that are not in the cache.
   """
 
   def column(value, idle, dtype=np.int32):
@@ -180,7 +180,7 @@ def as_slots(rows: Rows, history: int, exact: bool) -> Slots:
     length=column(lambda r: r.position + 1 - r.row.prompt_lengths[0], 0),
     sample_id=column(lambda r: r.row.sample_id[0], 0),
     history=contexts,
-    # Filters are off in idle slots: one slot with a filter makes all pay.
+    # Filters are off in idle slots: a filter in one slot slows all of them.
     temperature=setting("temperature", 1.0, np.float32),
     top_k=setting("top_k", 0),
     top_p=setting("top_p", 1.0, np.float32),
@@ -199,17 +199,18 @@ def new_requests(
   *,
   example_ids: Sequence[int] | None = None,
 ) -> Rollout:
-  """Responses without a token yet, those of a prompt side by side.
+  """Returns empty responses, grouped by prompt.
 
   Args:
     prompts: N token sequences.
-    sample_ids: for each prompt the ids of its responses, B in all.
-    group_ids: N numbers.
-    config: config of the engine that is to write them.
+    sample_ids: sample ids of the responses to each prompt, B in total.
+    group_ids: N group ids.
+    config: config of the engine that will write the responses.
     example_ids: N rows of the data; the group ids by default.
 
   Raises:
-    ValueError: a prompt is empty or too long, or ids do not belong to prompts.
+    ValueError: A prompt is empty or too long, or the numbers of prompts and ids
+      differ.
   """
   lengths, limit = [len(p) for p in prompts], config.max_prompt_length
   if lengths and not 1 <= min(lengths) <= max(lengths) <= limit:
@@ -236,7 +237,7 @@ def new_requests(
   if choices is not None:
     choices = full(-1, room, *choices.shape, dtype=choices.dtype)
 
-  # The system gives zeros memory only once they are written.
+  # np.zeros: the system allocates its pages only when they are written.
   return Rollout(
     prompt_tokens=repeat(tokens),
     prompt_lengths=repeat(lengths),
@@ -260,16 +261,16 @@ def new_requests(
 def extend(
   request: Request, tokens: Sequence[int], origin: Origin, *, version: int
 ) -> None:
-  """Adds tokens that the policy did not draw: they carry no loss.
+  """Appends tokens that the policy did not draw; they carry no loss.
 
   Args:
-    request: paused or ended; it goes on after them.
-    tokens: at least one.
-    origin: who wrote them.
-    version: version of the policy that saw them first.
+    request: paused or ended; it continues after these tokens.
+    tokens: at least one token.
+    origin: author of the tokens.
+    version: version of the policy that reads them first.
 
   Raises:
-    ValueError: there are none, or they leave no room for a token after them.
+    ValueError: There are no tokens, or they leave no room for another one.
   """
   row, start = request.row, request.length
   room = request.max_tokens - 1 - start
@@ -288,9 +289,9 @@ def extend(
 
 
 def cut(rollout: Rollout, row: int, length: int, *, status: Status) -> None:
-  """Ends a row after so many tokens, in place; NumPy arrays.
+  """Ends a row after `length` tokens, in place; NumPy arrays.
 
-  What is cut off leaves no trace: it is as it is in a new request.
+  Fields of the removed tokens are reset to those of a new request.
   """
   for name in _PER_TOKEN:
     rollout[name][row, length:] = 0
@@ -304,7 +305,7 @@ def cut(rollout: Rollout, row: int, length: int, *, status: Status) -> None:
 def check_requests(
   rollout: Rollout, config: EngineConfig, *, limit: int
 ) -> None:
-  """Refuses rows that have ended, are of other widths, none or not unique."""
+  """Checks that there are rows, unfinished, unique and of the right widths."""
   widths = {
     "prompt_tokens": config.max_prompt_length,
     "tokens": config.max_response_length,
@@ -317,7 +318,7 @@ def check_requests(
         f" {shape}"
       )
   if not len(rollout.sample_id):
-    raise ValueError("there must be requests, got none")
+    raise ValueError("there must be at least one request, got none")
   for row, (status, length) in enumerate(zip(rollout.status, rollout.lengths)):
     if status != Status.TRUNCATED:
       raise ValueError(
@@ -336,5 +337,5 @@ def _check_unique(name, values):
   values, counts = np.unique(np.asarray(values), return_counts=True)
   if np.any(counts > 1):
     raise ValueError(
-      f"{name} must differ, got {values[counts > 1].tolist()} more than once"
+      f"{name} must be unique, got {values[counts > 1].tolist()} more than once"
     )

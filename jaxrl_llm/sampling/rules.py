@@ -2,8 +2,8 @@
 
 At every scheduler step a rule decides how many responses get a slot, and
 whether to continue. A rule is a small pure function of counts, lengths and
-groups, independent of model and reward. (A *schedule* is something else: that
-of rollouts and updates in a run, `config.schedule`.)
+groups, independent of model and reward. (A *schedule* is something else: it
+orders the rollouts and updates of a run, see `config.schedule`.)
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ MIN_FREE_FRACTION = 1 / 8
 
 
 class SchedulerView(NamedTuple):
-  """The view of a scheduling rule; B responses, by row of the rollout."""
+  """The input of a scheduling rule; B responses, by row of the rollout."""
 
   slots: int
   waiting: chex.Array  # bool [B], waits for a slot.
   active: chex.Array  # bool [B], has a slot.
   awaiting_environment: chex.Array  # bool [B], left its slot until the reply.
-  ended: chex.Array  # bool [B], finished, overlong or given up.
+  ended: chex.Array  # bool [B], finished, overlong or dropped.
   lengths: chex.Array  # int32 [B].
   groups: chex.Array  # int32 [B].
 
@@ -39,7 +39,7 @@ class Decision(NamedTuple):
 
   insert: int = 0  # Number of waiting responses to insert, in order of rows.
   halt: bool = False  # Stops the call: unfinished responses are cut.
-  # Rows to give up before they end; no loss or baseline has them.
+  # Rows to drop before they end; they are excluded from losses and baselines.
   stop: Sequence[int] = ()
 
 
@@ -54,7 +54,8 @@ def continuous_batching(view: SchedulerView) -> Decision:
 def refill(slots: int, free: int, waiting: int) -> int:
   """Returns how many free slots to fill now.
 
-  Waits for several: one prefill of many contexts costs little more than one.
+  Waits until several are free: prefilling many contexts at once costs little
+  more than prefilling one.
   """
   worth_it = free >= max(1, int(slots * MIN_FREE_FRACTION))
   return free if worth_it or waiting <= free else 0
@@ -63,13 +64,14 @@ def refill(slots: int, free: int, waiting: int) -> int:
 def stop_after_groups(
   count: int, *, awaited: Sequence[int] = ()
 ) -> SchedulingRule:
-  """Continuous batching until a number of groups have ended (APRIL).
+  """Makes a rule that stops when a number of groups have ended (APRIL).
 
-  Unfinished responses are cut and can continue later; no token is lost.
+  Until then it is `continuous_batching`. Unfinished responses are cut and can
+  continue later; no token is lost.
 
   Args:
     count: number of groups; more are in flight.
-    awaited: rows that must have ended too because of their staleness.
+    awaited: rows that must also have ended, because of their staleness.
 
   Reference:
     Zhou et al. 2025, APRIL: active partial rollouts, arXiv 2509.18521.
@@ -86,13 +88,15 @@ def stop_after_groups(
 
 
 def complete(ended: chex.Array, groups: chex.Array) -> np.ndarray:
-  """bool [number of groups]: every response of the group has ended."""
+  """Returns groups whose responses have all ended, bool [number of groups]."""
   size = np.bincount(groups)
   return (size > 0) & (np.bincount(groups, ended) == size)
 
 
 def stop_after_responses(count: int) -> SchedulingRule:
-  """Continuous batching until a number of responses have ended or paused.
+  """Makes a rule that stops when a number of responses have ended or paused.
+
+  Until then it is `continuous_batching`.
 
   Args:
     count: number of responses; more are in flight.

@@ -2,8 +2,8 @@
 
 A step allocates the pages that running responses may need, inserts waiting
 responses into free slots, runs one decode call and stores its tokens. If pages
-run out, the youngest response is preempted: it waits again and is prefilled
-with all of its tokens later.
+run out, the youngest response is preempted: it waits again, and all of its
+tokens are prefilled later.
 
 Pages of a paused response stay cached until they are needed, in case it
 continues under the same weights.
@@ -26,7 +26,7 @@ from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
 from jaxrl_llm.sampling.stats import DecodeCall, EngineStats
 from jaxrl_llm.types import Origin, Rollout, Status, join_rows
 
-_TRACED = 1 << 16  # Decode calls.
+_TRACED = 1 << 16  # Maximum number of decode calls in `Scheduler.trace`.
 
 TurnHook = Callable[[Sequence[Request]], bool]  # See `Scheduler.run`.
 
@@ -57,13 +57,13 @@ class Scheduler:
     self._clock = clock
     self.stats = EngineStats()  # Counts all steps.
     self.last_stats = EngineStats()  # Counts the newest `run`.
-    # The newest calls of the newest `run`, or of all.
+    # The newest calls of the newest `run`, or of all steps without one.
     self.trace = collections.deque[DecodeCall](maxlen=_TRACED)
     self.reset()
 
   def reset(self) -> None:
     """Drops requests, weights and KV cache."""
-    self._requests: dict[Request, None] = {}  # The oldest first.
+    self._requests: dict[Request, None] = {}  # Oldest first.
     self._slots: list[Request | None] = [None] * self.config.slots
     self._cache, self._version = self._make_cache(), 0
     self._batch_size = self.config.slots
@@ -104,7 +104,9 @@ class Scheduler:
       ValueError: The response is running, or the tokens do not fit.
     """
     if request in self._requests:
-      raise ValueError("only a response that has ended or paused is extended")
+      raise ValueError(
+        "only a response that has ended or paused can be extended"
+      )
     requests_lib.extend(request, tokens, origin, version=self._version)
     if request.length < request.pause_at:
       self.enqueue([request])
@@ -123,22 +125,22 @@ class Scheduler:
     turns: TurnHook | None = None,
     **options: Any,
   ) -> Rollout:
-    """Continues responses, by at most `window` tokens if `add` is given one.
+    """Continues responses, by at most `window` tokens if it is among `options`.
 
     New tokens are on-policy given the old ones. With unchanged weights, a
     response that was cut and continued equals the uncut one.
 
     Args:
       params: as in `set_params`; responses are continued under these weights.
-      requests: rows of `new_requests`, or that an earlier call cut.
+      requests: rows of `new_requests`, or rows cut by an earlier call.
       version: as in `set_params`.
       rule: as in `run`.
       turns: as in `run`.
       **options: keywords of `add`.
 
     Returns:
-      The rows in their order. `window_start` is the length before the call,
-      what was written before it is as it was, and a row that goes on is
+      The rows, in order. `window_start` is the length before the call, earlier
+      tokens are unchanged, and the status of a row that can be continued is
       TRUNCATED. Rows of equal `group_id` have equal `group`.
 
     Raises:
@@ -184,19 +186,19 @@ class Scheduler:
         calls = self.stats.decode_calls
         left = self.step(decision.insert)
         talks = turns is not None and turns(left)
-        # Responses given up have freed slots: apply the rule again.
+        # Dropped responses have freed slots: apply the rule again.
         if self.stats.decode_calls == calls and not (talks or stopped):
           break
       while turns is not None and turns(()):
         pass  # Cut requests keep the observations that they received.
     except BaseException:
-      self.reset()  # A program that failed may have taken the cache.
+      self.reset()  # A failed program may have consumed the donated cache.
       raise
     self._remove(requests)
     self.last_stats = self.stats - before
 
   def _stop(self, requests: Iterable[Request]) -> bool:
-    """Gives up those that wait or are in slots; returns whether any was."""
+    """Drops waiting and running requests; returns whether there were any."""
     here = [request for request in requests if request in self._requests]
     for request in here:
       request.row.status[0] = int(Status.STOPPED)
@@ -204,16 +206,16 @@ class Scheduler:
     return bool(here)
 
   def step(self, insert: int | None = None) -> list[Request]:
-    """Inserts waiting requests, decodes once, and returns what left.
+    """Inserts waiting requests and decodes once.
 
     Requests that are decoded together have the same `SamplingParams`: others
     wait until these have left.
 
     Args:
-      insert: most requests to insert; as `rules.refill` says by default.
+      insert: maximum number of requests to insert; `rules.refill` by default.
 
     Returns:
-      Requests that have ended or paused: they are no longer here.
+      Requests that have ended or paused; they have left the scheduler.
     """
     start, before = self._clock(), self._cache.stats
     self._reserve()
@@ -228,7 +230,7 @@ class Scheduler:
     return left
 
   def _decide(self, rule: SchedulingRule, requests: list[Request]) -> Decision:
-    """Shows the rule the requests and returns its decision."""
+    """Applies the rule to the requests and returns its decision."""
     here = np.asarray([request in self._requests for request in requests])
     active = np.asarray([request.slot is not None for request in requests])
     column = lambda name: np.asarray([r.row[name][0] for r in requests])
@@ -248,22 +250,22 @@ class Scheduler:
     )
 
   def _running(self) -> list[Request]:
-    """Requests in slots, the oldest first."""
+    """Returns the requests in slots, oldest first."""
     return [r for r in self._requests if r.slot is not None]
 
   def _waiting(self) -> list[Request]:
-    """Requests that may be inserted, the oldest first."""
+    """Returns the requests that may be inserted, oldest first."""
     waiting = [r for r in self._requests if r.slot is None]
     first = next(iter(self._running() or waiting), None)
     return [r for r in waiting if r.params is first.params]
 
   def _blocks(self, length: int) -> int:
-    """Pages of a response during a decode call that begins at a length."""
+    """Returns how many pages a response of a length needs for a decode call."""
     ahead = self.config.page_size + self.config.num_draft_tokens
     return self.config.pages_of(min(length + ahead, self.config.max_length))
 
   def _reserve(self) -> None:
-    """Gives responses in slots pages, and preempts the youngest for them."""
+    """Allocates pages to running requests; preempts the youngest if needed."""
     for request in self._running():
       while request.slot is not None:
         missing = self._blocks(request.context_length) - len(request.pages)
@@ -275,12 +277,12 @@ class Scheduler:
         self._preempt(beside[-1])
 
   def _preempt(self, request: Request) -> None:
-    """It waits again, in its place by age."""
+    """Takes a request out of its slot; it waits again, in order of age."""
     self._leave(request, keep=False)
     self.stats += EngineStats(preemptions=1)
 
   def _remove(self, requests: Iterable[Request]) -> None:
-    """They leave as they are, if they are there."""
+    """Removes requests; ignores those that are not in the scheduler."""
     for request in requests:
       if request in self._requests:
         del self._requests[request]
@@ -288,12 +290,13 @@ class Scheduler:
         self._leave(request, keep=paused or request.params.extendable)
 
   def _leave(self, request: Request, *, keep: bool) -> None:
-    """Takes a request out of its slot; its context is kept or not."""
+    """Takes a request out of its slot; `keep` caches its context."""
     if request.slot is None:
       return
     self._slots[request.slot], request.slot = None, None
     pages, request.pages = request.pages, []
-    # A stop string may have cut tokens, and an exact request not read them all.
+    # A stop string may have removed tokens, or an exact request may not have
+    # read all of them.
     request.cached = min(request.position + 1, request.context_length)
     held = self.config.pages_of(request.cached) if keep else 0
     self._cache.allocator.free(request.shard, pages[held:])
@@ -302,11 +305,11 @@ class Scheduler:
       self._cache.allocator.keep(context, request.shard, pages[:held])
 
   def _insert(self, requests: Sequence[Request]) -> None:
-    """Gives requests a slot each, for as long as there are pages."""
+    """Inserts requests into slots, for as long as there are pages."""
     share = len(self._slots) // self._cache.shards
     allocator = self._cache.allocator
     free = [i for i, request in enumerate(self._slots) if request is None]
-    free.sort(key=lambda slot: slot % share)  # From the shards in turn.
+    free.sort(key=lambda slot: slot % share)  # Alternate between the shards.
     new: dict[tuple, dict[int, Request]] = {}  # By prefix and shard.
     copies, extensions = [], []
     for request in requests:
@@ -318,7 +321,7 @@ class Scheduler:
       kept = allocator.take(key) if shard == home else None
       exact = self.config.exact
       first = None if kept or exact else new.get(prefix, {}).get(shard)
-      # The page of the last token is never shared: it is written to.
+      # The page of the last token is never shared, because it is written to.
       shared = (len(context) - 1) // self.config.page_size
       shared *= self._cache.shares_pages
       pages = kept or (first.pages[:shared] if first else [])
@@ -348,11 +351,11 @@ class Scheduler:
     self._cache.insert(contexts, copies, extensions)
 
   def _batch(self) -> tuple[Rows, int]:
-    """The rows of a decode call, and below how many active ones it returns.
+    """Returns the rows of a decode call, and its `min_active`.
 
-    When nobody waits for a slot, the call has the smallest batch that holds
-    the responses, and returns when the rest fits a smaller one. Else it returns
-    when there are slots enough to refill.
+    If no request waits for a slot, the call has the smallest batch that holds
+    the responses, and returns when the rest fit into a smaller one. Otherwise
+    it returns when enough slots are free for a refill.
     """
     inserted = [r for r in self._slots if r is not None]
     active, slots, shards = len(inserted), self.config.slots, self._cache.shards
@@ -374,11 +377,11 @@ class Scheduler:
     return [self._slots[row] for row in rows], min_active
 
   def _decode(self, begun: float, prefilled: EngineStats) -> list[Request]:
-    """One decode call; returns the requests that left.
+    """Runs one decode call and returns the requests that left.
 
     Args:
-      begun: the clock when the step began.
-      prefilled: what has been prefilled since.
+      begun: time at which the step began.
+      prefilled: counters of the step's prefills.
     """
     rows, min_active = self._batch()
     running = self._running()

@@ -1,4 +1,4 @@
-"""Settings in plain numbers: of an engine, and of how a call samples."""
+"""Settings of an engine, and sampling parameters of a call."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.sampling.rules import MIN_FREE_FRACTION
 
-# With several threads, the last one or two rows of a bfloat16 product are
-# summed in another order than the rest if they are left over from 8.
+# With several threads, rows of a bfloat16 product left over from blocks of 8
+# are summed in another order than the rest.
 EXACT_ROWS = 8
 
 
@@ -21,22 +21,22 @@ class EngineConfig:
 
   Attributes:
     slots: responses decoded at a time, S.
-    max_prompt_length: longest prompt in tokens, P.
-    max_response_length: longest response in tokens, T.
-    stop_tokens: any of these ends a response (and is part of it).
-    page_size: tokens per page of the KV cache, and most tokens of a slot
-      between two scheduler steps; None becomes `default_page_size`(P + T).
-    num_draft_tokens: draft tokens per step, where drafting pays.
-    kv_pages: pages of the KV cache, on all devices; 0 is what all slots need
+    max_prompt_length: maximum prompt length in tokens, P.
+    max_response_length: maximum response length in tokens, T.
+    stop_tokens: tokens that end a response (and are part of it).
+    page_size: tokens per page of the KV cache, and maximum number of tokens of
+      a slot between two scheduler steps; None is `default_page_size(P + T)`.
+    num_draft_tokens: maximum number of draft tokens per step.
+    kv_pages: pages of the KV cache, on all devices; 0 is enough for all slots
       at full length.
-    exact: compute everything by one decode program of one shape, contexts
-      included, so that log-probs of equal tokens are equal to the last bit.
-      Needs a multiple of EXACT_ROWS slots a device, and no draft tokens.
+    exact: whether one decode program of one shape computes everything,
+      including contexts, so that log-probs of equal tokens are bitwise equal.
+      Needs a multiple of EXACT_ROWS slots per device, and no draft tokens.
     choices: shape and dtype of the experts that are recorded with every token
-      (`ModelFns.choices`); None: none.
+      (`ModelFns.choices`); None records none.
 
   Raises:
-    ValueError: a size is out of range.
+    ValueError: A size is out of range.
   """
 
   slots: int
@@ -60,26 +60,26 @@ class EngineConfig:
 
   @property
   def max_length(self) -> int:
-    """Most tokens of a sequence, prompt and response."""
+    """Maximum number of tokens of a prompt and its response."""
     return self.max_prompt_length + self.max_response_length
 
   def pages_of(self, length: int) -> int:
-    """Pages of a sequence."""
+    """Returns the number of pages of a sequence."""
     return -(-length // self.page_size)
 
   def pages_per_shard(self, shards: int) -> int:
-    """Pages of the KV cache on each of D shards.
+    """Returns the number of pages of the KV cache on each of D shards.
 
     Raises:
-      InputError: they cannot hold the longest sequence.
+      InputError: The pages cannot hold the longest sequence.
     """
     longest = self.pages_of(self.max_length)
     pages = (self.kv_pages or self.slots * longest) // shards
     if pages < longest:
       raise InputError(
-        f"sampler.kv_pages={self.kv_pages} are {pages} on each of {shards}"
-        f" devices, and {self.max_length} tokens of a prompt and its response"
-        f" need {longest}; give at least {shards * longest}"
+        f"sampler.kv_pages={self.kv_pages} gives {pages} on each of {shards}"
+        f" devices, but {self.max_length} tokens of a prompt and its response"
+        f" need {longest}; use at least {shards * longest}"
       )
     return pages
 
@@ -89,10 +89,10 @@ class EngineConfig:
     return max(1, int(self.slots * MIN_FREE_FRACTION))
 
   def continued_per_prefill(self, shards: int) -> int:
-    """Continued responses prefilled at a time, spread over devices like slots.
+    """Returns how many continued responses are prefilled at a time.
 
-    They lie beside the KV cache meanwhile, each as long as the longest, in at
-    most an eighth of its room.
+    They are sharded like slots. Their contiguous KV, padded to the maximum
+    length, takes at most an eighth of the memory of the KV cache.
     """
     room = self.pages_per_shard(shards) * self.page_size // 8
     fewest = min(self.refill_slots // shards, room // self.max_length)
@@ -101,17 +101,19 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSettings:
-  """Sampling parameters; they become arrays, so a new value never recompiles.
+  """Sampling parameters; passed as arrays, so new values never recompile.
 
   Attributes:
     temperature: divides the logits; 0 is greedy.
     top_k: keep the k most likely tokens; 0 is off.
-    top_p: keep the smallest set with this mass; 1 is off.
-    min_p: keep tokens with at least this share of the best one; 0 is off.
-    max_new_tokens: most response tokens, at most max_response_length.
-    min_new_tokens: response tokens before a stop token may be drawn.
-    logit_bias: token -> what is added to its logit; -inf forbids it.
-    stop_strings: texts that end a response with the token that completes one.
+    top_p: keep the smallest set with this probability mass; 1 is off.
+    min_p: keep tokens with at least this fraction of the maximum probability; 0
+      is off.
+    max_new_tokens: maximum number of response tokens, up to
+      max_response_length, which is the default.
+    min_new_tokens: minimum number of response tokens before a stop token.
+    logit_bias: token -> bias added to its logit; -inf forbids it.
+    stop_strings: texts that end a response, after the token that completes one.
   """
 
   temperature: float = 1.0
@@ -127,10 +129,10 @@ class SamplingSettings:
 def max_tokens_of(
   settings: SamplingSettings, *, max_response_length: int
 ) -> int:
-  """Most response tokens that the settings allow in an engine.
+  """Returns the maximum number of response tokens, checking the settings.
 
   Raises:
-    ValueError: a setting is out of range.
+    ValueError: A setting is out of range.
   """
   limit = settings.max_new_tokens
   limit = max_response_length if limit is None else limit
@@ -144,10 +146,10 @@ def max_tokens_of(
   ):
     check_number(name, getattr(settings, name), interval)
   texts = settings.stop_strings
-  # A text would be a tuple of its letters.
+  # A string would be read as a tuple of its characters.
   if isinstance(texts, str) or not all(isinstance(t, str) and t for t in texts):
     raise ValueError(
-      f"stop_strings must be a tuple of texts that are not empty, got {texts!r}"
+      f"stop_strings must be a tuple of non-empty texts, got {texts!r}"
     )
   return limit
 
@@ -156,7 +158,7 @@ def logit_bias_of(settings: SamplingSettings, vocab_size: int) -> np.ndarray:
   """Returns the bias that is added to the logits, float32 [V].
 
   Raises:
-    ValueError: a token is not in the vocabulary, or a bias is not a number
+    ValueError: A token is not in the vocabulary, or a bias is not a number
       below infinity.
   """
   bias = np.zeros(vocab_size, np.float32)

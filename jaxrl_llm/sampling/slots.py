@@ -2,7 +2,7 @@
 
 Only the KV cache stays on the device between calls. A slot is one row of the
 decode batch; its per-request state is passed in with every call. The host
-assigns pages of the cache (`scheduler`).
+allocates pages of the cache (`scheduler`).
 """
 
 import dataclasses
@@ -28,21 +28,22 @@ from jaxrl_llm.types import Status
 
 @chex.dataclass(frozen=True)
 class Slots:
-  """The responses in S slots; new sampling settings compile nothing."""
+  """The responses in S slots; new sampling settings do not recompile."""
 
   last_token: chex.Array  # int32 [S], not yet in the cache.
   position: chex.Array  # int32 [S], index of last_token in its sequence.
   length: chex.Array  # int32 [S], response tokens up to last_token.
   sample_id: chex.Array  # int32 [S], seeds the response.
-  # int32 [S, C], tokens for a drafter or that are known; otherwise C is 0.
+  # int32 [S, C], tokens of the sequence, for drafters and exact decoding only;
+  # otherwise C is 0.
   history: chex.Array
   temperature: chex.Array  # float32 [S], 0 is greedy.
   top_k: chex.Array  # int32 [S], 0 is off.
   top_p: chex.Array  # float32 [S], 1 is off.
   min_p: chex.Array  # float32 [S], 0 is off.
-  min_tokens: chex.Array  # int32 [S], response tokens before a stop token.
-  max_tokens: chex.Array  # int32 [S], response tokens that end the episode.
-  pause_at: chex.Array  # int32 [S], those that end the window, <= max_tokens.
+  min_tokens: chex.Array  # int32 [S], minimum tokens before a stop token.
+  max_tokens: chex.Array  # int32 [S], length at which the episode ends.
+  pause_at: chex.Array  # int32 [S], length that ends the window, <= max_tokens.
   # int32 [S], tokens of `history` that are read before any is drawn; None if
   # all but the last one are in the cache.
   known: chex.Array | None = None
@@ -59,10 +60,10 @@ class SamplingMetadata(NamedTuple):
 class DecodeOutput(NamedTuple):
   """The output of S slots in one call, at most W tokens each."""
 
-  tokens: jax.Array  # int32 [S, W], from the left.
-  logprobs: jax.Array  # float32 [S, W], of the distribution sampled from.
-  count: jax.Array  # int32 [S], tokens.
-  steps: jax.Array  # int32 [S], decode steps that wrote them.
+  tokens: jax.Array  # int32 [S, W], left-aligned.
+  logprobs: jax.Array  # float32 [S, W], under the distribution sampled from.
+  count: jax.Array  # int32 [S], number of tokens.
+  steps: jax.Array  # int32 [S], decode steps that drew them.
   active: jax.Array  # bool [S], may continue.
   status: jax.Array  # int32 [S], a `Status`; TRUNCATED if it has not ended.
   # int [S, W, layers · k], experts of the positions that predicted the tokens.
@@ -82,8 +83,8 @@ class ModelRunner:
   Attributes:
     fns: the model.
     drafter: proposes draft tokens.
-    processors: logits processors beside the built-in ones.
-    tokens_per_call: new tokens of a slot that end a decode call.
+    processors: logits processors in addition to the built-in ones.
+    tokens_per_call: new tokens of a slot after which a decode call returns.
   """
 
   fns: ModelFns
@@ -92,9 +93,9 @@ class ModelRunner:
   tokens_per_call: int
 
   def prefill(self, params: tuple[Any, Any], tokens: chex.Array) -> tuple:
-    """The contiguous KV cache of contexts [N, C], a drafter's layers last.
+    """Returns the contiguous KV of contexts [N, C], a drafter's layers last.
 
-    `models.write_pages` inserts it into pages; the last token of a context is
+    `models.write_pages` inserts it into pages. The last token of a context is
     read by the first decode step.
     """
     kv_cache = self.fns.prefill(params[0], tokens)
@@ -109,9 +110,10 @@ class ModelRunner:
     positions: chex.Array,
     writing: chex.Array,
   ) -> tuple:
-    """The KV cache with Q given tokens more of R responses; arrays [R, Q].
+    """Appends Q given tokens of R responses to the KV cache; arrays [R, Q].
 
-    A drafter does not see them: its drafts are worse, and responses the same.
+    The drafter's cache lacks them: its drafts get worse, but responses do not
+    change.
     """
     layers = self.fns.config.num_layers
     kv_cache, drafter_cache = kv_cache[:layers], kv_cache[layers:]
@@ -132,30 +134,30 @@ class ModelRunner:
     *,
     num_draft_tokens: int,
   ) -> tuple[tuple, DecodeOutput]:
-    """Decodes in every active slot until one has `tokens_per_call` new tokens.
+    """Decodes in all active slots until one has `tokens_per_call` new tokens.
 
-    One `while_loop` on the device, which returns early when fewer than
-    `min_active` slots are active.
+    This is a single `while_loop` on the device, which returns early when fewer
+    than `min_active` slots are active.
 
-    With speculation, a step reads the last token of a slot and its draft tokens
-    at once. At each of them the model's own token is drawn as always, with the
-    random number of its index; draft tokens are accepted for as long as they
-    are what was drawn. So a response is the same with any drafter, or with
-    none.
+    With speculation, a step reads the last token of a slot together with its
+    draft tokens. The model's own token is drawn at each of them as usual, with
+    the random number of its index, and draft tokens are accepted for as long as
+    they equal the tokens drawn. A response is therefore the same with any
+    drafter, or with none.
 
-    Known tokens are read one a step. They are in the output too, with the
+    Known tokens are read one per step. The output includes them, with the
     log-probs at which they would have been drawn.
 
     Args:
-      params: sampler parameters, and the drafter's.
+      params: parameters of the sampler and of the drafter.
       kv_cache: KV cache of all responses, in slots or not.
-      block_tables: active slots have pages for W more tokens.
+      block_tables: block tables; active slots have pages for W more tokens.
       slots: S slots.
-      active: bool [S].
-      metadata: sampling parameters of every token of the call.
+      active: bool [S], slots to decode.
+      metadata: sampling parameters shared by all tokens of the call.
       min_active: int32 scalar, >= 1.
       num_draft_tokens: draft tokens per step; 0 is plain decoding. The output
-        has W, tokens_per_call + num_draft_tokens.
+        has W = tokens_per_call + num_draft_tokens columns.
 
     Reference:
       Leviathan et al. 2023, Fast inference from transformers via speculative
@@ -192,13 +194,13 @@ class ModelRunner:
         params[0],
         kv_cache,
         block_tables,
-        jnp.maximum(tokens, 0),  # -1, no draft token, is read as some token.
+        jnp.maximum(tokens, 0),  # No draft token (-1) is read as token 0.
         slots.position[:, None] + ahead,
         jnp.broadcast_to(output.active[:, None], tokens.shape),
       )
       ahead = jnp.broadcast_to(ahead, tokens.shape)
       choice = draw(logits, ahead, _known_next(slots))
-      accepted = tokens[:, 1:] == choice.tokens[:, :-1]  # Never a -1.
+      accepted = tokens[:, 1:] == choice.tokens[:, :-1]  # Never true for -1.
       slots, output = _record(
         slots, output, choice, accepted, experts, metadata
       )
@@ -211,11 +213,11 @@ class ModelRunner:
     return kv_cache, output
 
   def _sample(self, slots, metadata, logits, ahead, known=None):
-    """Tokens [S, Q] at indices length + ahead [S, Q], from logits [S, Q, V].
+    """Draws tokens at indices length + ahead [S, Q] from logits [S, Q, V].
 
-    The randomness of a token is fold_in(fold_in(key, sample_id), token index):
+    The random key of a token is fold_in(fold_in(key, sample_id), token index):
     a response depends on weights, prompt and sample_id, and on nothing else.
-    `known` tokens are taken instead of drawn.
+    `known` tokens are used instead of drawn ones.
     """
     shape = ahead.shape
     index = slots.length[:, None] + ahead
@@ -247,7 +249,7 @@ class ModelRunner:
 
 
 def _empty_output(active, columns, choices):
-  """`DecodeOutput` of S slots before the first step."""
+  """Returns the `DecodeOutput` of S slots before the first step."""
   tokens = jnp.zeros((active.shape[0], columns), jnp.int32)
   zero = jnp.zeros(active.shape, jnp.int32)
   if choices is not None:
@@ -268,14 +270,14 @@ def _known_next(slots):
 
 
 def _record(slots, output, choice, accepted, experts, metadata):
-  """Records what a step wrote: 1 to Q of the Q tokens drawn for a slot.
+  """Records the new tokens of a step: 1 to Q of the Q tokens drawn for a slot.
 
-  A token counts if every draft token before it was accepted, and none of them
-  ended the response or its window, which known tokens do at the last one only.
+  A token counts if every draft token before it was accepted and none of these
+  ended the response or its window. Of known tokens only the last one can do so.
   """
   active = output.active
   rows, ahead = jnp.arange(active.shape[0]), jnp.arange(accepted.shape[1] + 1)
-  length = slots.length[:, None] + 1 + ahead[None]  # With the token.
+  length = slots.length[:, None] + 1 + ahead[None]  # Including the token.
   stopped = jnp.any(
     choice.tokens[:, :, None] == metadata.stop_tokens[None, None], axis=2
   )
@@ -293,7 +295,7 @@ def _record(slots, output, choice, accepted, experts, metadata):
     return jnp.take_along_axis(x, last[:, None], axis=1)[:, 0]
 
   def write(array, start, values):
-    # Tokens that do not count go to a column that does not exist: dropped.
+    # Tokens that do not count go to a nonexistent column and are dropped.
     column = jnp.where(
       ahead[None] < new[:, None], start[:, None] + ahead[None], array.shape[1]
     )

@@ -1,11 +1,11 @@
-"""Speculative decoding: drafters, and whether drafting pays at the moment.
+"""Speculative decoding: drafters, and the choice of the number of draft tokens.
 
-A drafter proposes the next tokens, which the model then verifies at once.
-Whatever it proposes, responses are the same as without: a token is always drawn
-from the model's own distribution, with the random number of its index, and a
-draft token saves a step only if it is that token. Only the order in which
-responses end differs. So the decision to draft may follow the clock, but not in
-a run whose batches depend on that order (`constraints.exclusions`).
+A drafter proposes the next tokens, which the model then verifies in one step.
+Drafting never changes a response: every token is drawn from the model's own
+distribution, with the random number of its index, and a draft token saves a
+step only if it equals that token. Only the order in which responses end
+differs. The decision to draft may therefore depend on measured times, but not
+in a run whose batches depend on that order (`constraints.exclusions`).
 """
 
 import collections
@@ -24,22 +24,22 @@ from jaxrl_llm.system import processes
 # (logits [S, 1, V], ahead [S, 1]) -> tokens [S, 1], as the model would draw.
 Draw = Callable[[jax.Array, jax.Array], jax.Array]
 
-_RATES_KEPT = 5  # The newest measurements count.
+_RATES_KEPT = 5  # A rate is the median of this many newest measurements.
 
 
 class Drafter(NamedTuple):
   """Pure functions of a drafter's own parameters and KV cache."""
 
-  # (sampler parameters) -> the drafter's own; made anew at every sync.
+  # (sampler parameters) -> parameters of the drafter; recomputed at every sync.
   params: Callable[[Any], Any]
-  # (shards, pages, page_size) -> its paged KV cache; () if it has none.
+  # (shards, pages, page_size) -> paged KV cache of the drafter; () without one.
   init_kv_cache: Callable[..., tuple]
-  # (params, tokens [N, C]) -> its contiguous KV cache of contexts.
+  # (params, tokens [N, C]) -> contiguous KV cache of contexts.
   prefill: Callable[..., tuple]
   # (params, kv_cache, BlockTables, Slots, active [S], Draw, count=) -> (draft
-  #  tokens int32 [S, count], kv_cache). -1 is none. `Slots` has last_token,
-  #  position and history, int32 [S, C] with a valid prefix of position + 1
-  #  tokens.
+  #  tokens int32 [S, count], kv_cache). -1 is no draft token. `Slots` has
+  #  last_token, position and history, int32 [S, C] with a valid prefix of
+  #  position + 1 tokens.
   propose: Callable[..., tuple[jax.Array, tuple]] | None
 
 
@@ -52,13 +52,13 @@ NO_DRAFTER = Drafter(
 
 
 def prompt_lookup(*, ngram: int = 3) -> Drafter:
-  """Drafts what followed the last n tokens when they stood there before.
+  """Drafts the tokens that followed an earlier occurrence of the last n tokens.
 
-  It costs next to nothing and is good where a response repeats its prompt or
+  It costs next to nothing and works well where a response repeats its prompt or
   itself, as solutions do.
 
   Args:
-    ngram: n, tokens that must be equal.
+    ngram: number of tokens that must match, n.
 
   Raises:
     ValueError: `ngram` is below 1.
@@ -90,17 +90,17 @@ def prompt_lookup(*, ngram: int = 3) -> Drafter:
 
 
 def quantized_copy(fns: ModelFns) -> Drafter:
-  """Drafts with the policy itself in 8-bit weights, made anew at every sync.
+  """Drafts with the policy itself in 8-bit weights, quantized at every sync.
 
   It reads a quarter of the bytes of float32 weights (half of bfloat16) and
-  draws with the same random numbers, so that it agrees wherever rounding does
-  not move a token over the border.
+  draws with the same random numbers, so it proposes the policy's own token
+  except where rounding changes the draw.
 
   Args:
     fns: the policy's functions.
 
   Reference:
-    EfficientRollout's drafter: a round-to-nearest copy of today's weights.
+    EfficientRollout's drafter: a round-to-nearest copy of the current weights.
   """
 
   def propose(params, kv_cache, block_tables, slots, active, draw, *, count):
@@ -119,7 +119,7 @@ def quantized_copy(fns: ModelFns) -> Drafter:
       drawn = draw(logits, jnp.full_like(token, ahead))
       return (drawn, kv_cache), drawn[:, 0]
 
-    # One step more than tokens: it writes the last one's keys and values.
+    # One more step than tokens: it writes keys and values of the last token.
     (_, kv_cache), tokens = jax.lax.scan(
       step, (slots.last_token[:, None], kv_cache), jnp.arange(count + 1)
     )
@@ -134,14 +134,14 @@ def quantized_copy(fns: ModelFns) -> Drafter:
 
 
 class Quantized(NamedTuple):
-  """A matrix in 8 bits with a scale for each of its columns."""
+  """An int8 matrix with one scale per column."""
 
   values: chex.Array  # int8 [..., I, O].
   scales: chex.Array  # [..., 1, O], in the dtype of the matrix.
 
 
 def quantize(params: Any) -> Any:
-  """Matrices rounded to the nearest of 255 steps; other arrays stay."""
+  """Rounds matrices to the nearest of 255 steps; other arrays are unchanged."""
 
   def leaf(x):
     kept = x.dtype.itemsize == 1 or not jnp.issubdtype(x.dtype, jnp.floating)
@@ -154,28 +154,30 @@ def quantize(params: Any) -> Any:
 
 
 def dequantize(params: Any) -> Any:
-  """The parameters that quantized ones stand for."""
+  """Multiplies quantized matrices by their scales."""
   whole = lambda x: isinstance(x, Quantized)
   leaf = lambda x: x.values.astype(x.scales.dtype) * x.scales if whole(x) else x
   return jax.tree.map(leaf, params, is_leaf=whole)
 
 
 class AdaptiveSpeculation:
-  """Drafts as many tokens as is fastest, by measured tokens per second.
+  """Chooses the fastest number of draft tokens, by measured tokens per second.
 
-  Tries n draft tokens per step, n / 2 and none. How well drafting does depends
-  on how many slots are active: few leave the device idle, many fill it. So
-  counts are told apart by powers of two.
+  Tries n draft tokens per step, n / 2 and none. The benefit of drafting depends
+  on the number of active slots: few leave the device idle, many keep it busy.
+  Speeds are therefore measured separately for each power of two of active
+  slots.
 
-  Reference: EfficientRollout changes the number by the share of accepted tokens
-  and predicts when drafting pays; here both are measured as speed.
+  Reference: EfficientRollout adapts the number to the acceptance rate and
+  predicts when drafting pays off; here measured speed decides both.
   """
 
   def __init__(self, num_draft_tokens: int, *, retry: int = 32):
-    """Has measured nothing yet.
+    """Makes a chooser without measurements.
 
     Args:
-      num_draft_tokens: n, most draft tokens per step; 0 never drafts.
+      num_draft_tokens: maximum number of draft tokens per step, n; 0 never
+        drafts.
       retry: choices after which a slower number is tried again.
     """
     self._num_draft_tokens = num_draft_tokens
@@ -184,7 +186,7 @@ class AdaptiveSpeculation:
     self._rates = {}  # (bucket, num_draft_tokens) -> newest rates.
 
   def choose(self, active: int) -> int:
-    """Draft tokens per step for so many active slots, in all processes."""
+    """Returns draft tokens per step, the same number in all processes."""
     if not self._num_draft_tokens:
       return 0
     return processes.of_first(self._choose, active)
@@ -204,7 +206,7 @@ class AdaptiveSpeculation:
   def observe(
     self, active: int, num_draft_tokens: int, tokens: int, seconds: float
   ) -> None:
-    """Takes note of a decode call; the first of a kind compiled: left out."""
+    """Records a decode call; the first of its kind compiled and is left out."""
     key = (_bucket(active), num_draft_tokens)
     if key not in self._rates:
       self._rates[key] = collections.deque(maxlen=_RATES_KEPT)
@@ -212,7 +214,7 @@ class AdaptiveSpeculation:
     self._rates[key].append(tokens / max(seconds, 1e-9))
 
   def rate(self, active: int, num_draft_tokens: int) -> float | None:
-    """Median tokens per second as measured; None if it was not."""
+    """Returns the median of measured tokens per second; None if unmeasured."""
     rates = sorted(self._rates.get((_bucket(active), num_draft_tokens), ()))
     return rates[len(rates) // 2] if rates else None
 

@@ -1,8 +1,8 @@
-"""Stop strings: where in a response a text is complete."""
+"""Stop strings: finds the token of a response that completes one."""
 
 from collections.abc import Callable, Sequence
 
-_MARGIN = 4  # Tokens before a string, lest it lose the space it begins with.
+_MARGIN = 4  # Tokens before a string: decoders may drop a leading space.
 
 
 def first_stop(
@@ -12,20 +12,21 @@ def first_stop(
   *,
   before: int,
 ) -> int | None:
-  """Length of the shortest prefix whose text has one of the strings.
+  """Returns the length of the shortest prefix that contains a stop string.
 
   Args:
     tokens: tokens of a response.
-    strings: none of them empty.
+    strings: stop strings, none of them empty.
     detokenize: tokens to text.
-    before: tokens that were searched earlier and had none.
+    before: number of tokens searched earlier, which contain no stop string.
 
   Returns:
-    The number of tokens, or None. What it is does not depend on `before`, that
-    is on where the decoding was interrupted.
+    The number of tokens, or None. The result does not depend on `before`, that
+    is, on where decoding was interrupted.
   """
-  # A string can begin in tokens seen before: as many as it has bytes, since a
-  # token has one at least, or more if control tokens without a text are there.
+  # A string may begin in tokens searched before: at most as many as it has
+  # bytes, since a token has at least one, or more if control tokens without
+  # text are among them.
   enough = max(len(string.encode()) for string in strings) + _MARGIN
   size = enough
   while size < before:

@@ -58,7 +58,7 @@ def make_run(config: Any) -> Run:
   learner = make_learner(config, fns, path, both.trainer)
   learner.frozen, teachers = _make_frozen(config, learner, tokenizer, both)
   policy_fns, shapes = fns[0], models.merge(learner.policy.params)
-  # The sampler has no capacity of experts, so parity is compared without one.
+  # The sampler has no expert capacity, so parity is checked without one.
   dropless = _make_policy_fns(
     config, policy_fns.config, both, expert_capacity=0
   )
@@ -75,7 +75,7 @@ def make_run(config: Any) -> Run:
   sampled = worker.writer.settings
   transfer = sampler.make_transfer(policy_fns, shapes, both)
   if config.sampler.exact:
-    # The parameters are sent again: wrong ones of the sampler are detected.
+    # Sends the parameters again, to detect wrong ones in the sampler.
     learner.sampler_logprobs = lambda params, rollout: score(
       engine, transfer.send(params, 0).params, rollout, settings=sampled
     )
@@ -121,7 +121,7 @@ def _make_judge(config: Any, tokenizer: Tokenizer) -> Judge:
 
 
 def _check_columns(learner: Learner, source: PromptSource) -> None:
-  """Reads the columns that the method reads, of the first row."""
+  """Reads the first row of each data column that the method reads."""
   leaves = learner.algorithm.leaves
   for leaf in leaves | providers.needs_of(leaves):
     if leaf.startswith(providers.COLUMN):
@@ -134,14 +134,14 @@ def make_fns(
   """Makes the functions of policy and critic, with their adapters.
 
   Raises:
-    InputError: No layer has a target of the adapters.
+    InputError: An adapter target matches no layer.
   """
   linear = models.linear_layers(model_config)
   for target in config.model.lora_targets:
     if not any(target in path for path in linear):
       raise InputError(
-        f"config.model.lora_targets: {target!r} is part of no linear layer's"
-        f" path; choose among {', '.join(linear)}, or parts of these"
+        f"config.model.lora_targets: {target!r} is not part of any linear"
+        f" layer's path; choose from {', '.join(linear)}, or parts of these"
       )
   adapted = models.adapted(config, model_config)
   replay = config.model.replay_routing
@@ -246,7 +246,7 @@ def _make_frozen(
   """Makes the models that only score, and the digests of their files.
 
   Raises:
-    InputError: One cannot be read, or has other tokens than the policy.
+    InputError: A model cannot be read, or its tokenizer is not the policy's.
   """
   settings = {**config.estimator.to_dict(), **config.estimator.settings}
   needs = providers.needs_of(learner.algorithm.leaves)
@@ -270,7 +270,7 @@ def update_settings(config: Any, role: str) -> UpdateSettings:
   settings = config.optimizer[role].to_dict()
   del settings["updates_per_step"]
   settings["mini_batch"] = size = config_lib.mini_batch(config, role)
-  # At least one: value pretraining updates even where the run does not.
+  # At least one: value pretraining makes updates even if the run makes none.
   steps = max(config.run.steps, 1)
   batches = config_lib.batch_size(config) / size
   updates = round(steps * batches * settings["epochs"])
@@ -318,7 +318,7 @@ def make_worker(
 
 
 def _make_pretraining(config, worker, learner) -> ValuePretraining | None:
-  """Makes the pretraining, with other random numbers than the worker's."""
+  """Makes the value pretraining, with a random stream of its own."""
   value, groups = config.value, config.data.prompts_per_step
   pretrains = value.pretrain_steps or value.reward_model_steps
   start = value.init_from
@@ -346,7 +346,7 @@ def _make_pretraining(config, worker, learner) -> ValuePretraining | None:
 
 
 def _make_evaluators(config, writer, problems) -> list[Evaluator]:
-  """Makes an evaluator per set; their writer differs from that of training."""
+  """Makes an evaluator per set; their sampling parameters are config.eval's."""
   temperature, top_p = config.eval.temperature, config.eval.top_p
   writer = dataclasses.replace(
     writer,
@@ -364,7 +364,7 @@ def read_policy_params(
 ) -> Any:
   """Reads the parameters of a model with the shardings of `shapes`.
 
-  Its adapters, if any, are new and drawn with the seed.
+  Adapters, if any, are newly initialized with the seed.
   """
   adapters = model_config.adapters
   places = jax.tree.map(lambda x: x.sharding, shapes)
@@ -378,9 +378,9 @@ def read_policy_params(
 
 
 def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):
-  """Returns a critic of `init_from`, or one from the policy with a new head.
+  """Returns the critic of `init_from`, or the policy's body with a new head.
 
-  One that shares the policy's base is returned without it.
+  A critic that shares the policy's base is returned without the base.
 
   Raises:
     InputError: The earlier run has no critic, or one of another model.
@@ -405,7 +405,7 @@ def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):
 
 
 def _limits(reward) -> dict[str, Any]:
-  """Returns the processes and time limits of rewards."""
+  """Returns the number of workers and the time limits of rewards."""
   return {
     "workers": reward.workers,
     "deadline_s": reward.deadline_s,

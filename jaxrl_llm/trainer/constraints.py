@@ -1,7 +1,7 @@
 """Constraints between settings that are valid on their own, by topic.
 
-Here are those of data and rollouts; `learner_constraints` has those
-of models, estimators, losses and updates.
+This file has the constraints on data and rollouts; `learner_constraints` has
+those on models, estimators, losses and updates.
 """
 
 from typing import Any
@@ -93,7 +93,7 @@ _SAMPLED = (
 
 
 def orders(config: Any) -> Rules:
-  """Checks prompt sources that give responses, or draw again for a batch."""
+  """Checks prompt sources with given responses, or further draws per batch."""
   order = config.data.order
   if order == "demonstrations":
     advice = "demonstrations are not sampled; use {key}={value!r}"
@@ -153,7 +153,7 @@ def sizes(config: Any) -> Rules:
       for role in ("policy", "value")),
     (0 < slots < max(config.data.group_size, config.eval.samples),
       "sampler.slots, data.group_size, eval.samples",
-      "raise sampler.slots: they must hold at least one group"),
+      "raise sampler.slots: the slots must hold at least one group"),
     (not all(1 <= n <= config.eval.samples for n in config.eval.pass_k),
       "eval.pass_k, eval.samples",
       "each n of pass@n must be 1 to eval.samples"),
@@ -165,7 +165,7 @@ def sizes(config: Any) -> Rules:
 
 
 def unread(config: Any) -> Rules:
-  """Checks settings that a data source or an engine does not have."""
+  """Checks settings that the data source or the engine does not read."""
   given = config.data.split != config_lib.KEYS["data.split"].default
   return [
     (given and "split" not in sources.reads(config.data.source),
@@ -174,7 +174,8 @@ def unread(config: Any) -> Rules:
       " eval.path to the evaluation files"),
     (config.sampler.engine_settings and not config.sampler.engine,
       "sampler.engine_settings, sampler.engine",
-      "the built-in engine has none; choose your own engine or leave them out"),
+      "the built-in engine has no settings; choose another engine or leave them"
+      " out"),
   ]
 
 
@@ -238,7 +239,8 @@ def replay(config: Any) -> Rules:
       "a group with a stored response has no median; switch one of them off"),
     (schedule.replay_from and not schedule.share_in,
       "schedule.replay_from, schedule.share_in",
-      "what a batch reads is recorded in schedule.share_in; name a folder"),
+      "the groups that a batch reads are recorded in schedule.share_in; name a"
+      " folder"),
     (schedule.share_in and not schedule.replay,
       "schedule.share_in, schedule.replay",
       "shared responses are in the replay store; set schedule.replay above 0"),
@@ -259,7 +261,7 @@ def replay(config: Any) -> Rules:
 
 
 def pruning(config: Any) -> Rules:
-  """Checks responses that are given up while they are written."""
+  """Checks the dropping of unfinished responses."""
   schedule = config.schedule
   return [
     (schedule.prune and schedule.lag and schedule.overlap,

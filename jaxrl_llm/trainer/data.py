@@ -17,9 +17,9 @@ from jaxrl_llm.rollout.turns import ConversationConfig, EnvironmentCalls
 from jaxrl_llm.system import processes
 from jaxrl_llm.trainer.validation import own_settings
 
-EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
-_POOL = 1024  # Prompts of an endless source, where each has a record.
-CHECKED = 100_000  # First prompts of a data set, tokenized at the start.
+EVAL_POSITIONS = 10_000  # Maximum number of problems read from a source.
+_POOL = 1024  # Prompts of an endless source if each prompt has a record.
+CHECKED = 100_000  # Number of prompts that are tokenized at the start.
 
 
 class Problems(NamedTuple):
@@ -27,24 +27,24 @@ class Problems(NamedTuple):
 
   prompts: list[Prompt]
   name: str
-  origin: str  # Line about the origin of the problems, or ''.
+  origin: str  # Line on the origin of the problems, or ''.
 
 
 def make_prompts(
   config: Any, tokenizer: Tokenizer
 ) -> tuple[PromptSource, list[Problems]]:
-  """Training prompts, and the problems of each evaluation set; one template.
+  """Makes the training prompts and the problems of each evaluation set.
 
-  Prompts are tokenized at the start, so that none of them ends a run later;
-  problems that a task generates are not.
+  All of them share one template. Prompts are tokenized at the start, so that
+  none of them stops the run later; problems that a task generates are not.
 
   Raises:
-    InputError: the data cannot be used.
+    InputError: The data cannot be used.
   """
   data = config.data
   make, own = prompt_source.PROMPT_SOURCES[data.order], data.order_settings
   records = _records_prompts(config, make)
-  # Runs of different seeds that share a pool know the same questions.
+  # Runs with different seeds that share a pool have the same questions.
   seed = 0 if data.pool or records else config.run.seed
   train, sets = _examples(config, seed)
   size = data.pool
@@ -74,7 +74,7 @@ def make_prompts(
 
 
 def _records_prompts(config: Any, make: Callable[..., PromptSource]) -> bool:
-  """Whether the run keeps a record of each prompt that may be asked again."""
+  """Returns whether the run keeps a record of each prompt."""
   schedule = config.schedule
   asked_again = schedule.share_in or schedule.replay_for != "any"
   ranked = isinstance(make, type) and issubclass(make, curriculum.Curriculum)
@@ -82,7 +82,7 @@ def _records_prompts(config: Any, make: Callable[..., PromptSource]) -> bool:
 
 
 def _problems(config, one, trained, settings) -> Problems:
-  """Draws the first problems of a set; those trained on are named or left out.
+  """Draws the first problems of a set; reports or drops those trained on.
 
   Args:
     config: settings of the run.
@@ -91,7 +91,7 @@ def _problems(config, one, trained, settings) -> Problems:
     settings: arguments of the prompt source.
 
   Raises:
-    InputError: No problem is left, or one cannot be used.
+    InputError: No problem is left, or a problem cannot be used.
   """
   name, source, origin = one
   if config.eval.on_overlap == "drop" and trained:
@@ -134,7 +134,7 @@ def _normal(question: str) -> str:
 
 
 def digests(config: Any) -> dict[str, str]:
-  """Digests of the files of data and code, by the key that names them."""
+  """Returns digests of data and code files, by the config key of their path."""
   data, plugins = config.data, ",".join(config.run.plugins)
   evaluated = ",".join(one.path for one in _own_sets(config))
   named = {"eval.path": evaluated or config.eval.path}
@@ -147,11 +147,11 @@ def digests(config: Any) -> dict[str, str]:
 
 
 def _examples(config: Any, seed: int) -> tuple[sources.Source, list[tuple]]:
-  """Returns examples to train on; name, examples and origin of each set.
+  """Returns training examples, and (name, examples, origin) of each set.
 
   Args:
     config: settings of the run.
-    seed: seed of the problems of a task.
+    seed: seed of problems that a task generates.
   """
   data, evaluation = config.data, config.eval
   path = benchmarks.training_files(data.path, data.source)
@@ -164,7 +164,7 @@ def _examples(config: Any, seed: int) -> tuple[sources.Source, list[tuple]]:
   sets = _own_sets(config)
   if not sets and "split" not in sources.reads(data.source):
     if evaluation.path or not data.holdout:
-      origin = f"evaluation asks {label}, which is trained on too"
+      origin = f"evaluation uses {label}, which is also trained on"
       return train, [(f"{label}_training_data", train, origin)]
     kept, held_out = sources.hold_out(train, data.holdout, label)
     origin = (
@@ -174,7 +174,7 @@ def _examples(config: Any, seed: int) -> tuple[sources.Source, list[tuple]]:
     return kept, [(f"{label}_heldout", held_out, origin)]
   found = []
   for one in sets or [benchmarks.Dataset(label, data.source, path)]:
-    # A set of its own brings its own layout; the same one keeps its settings.
+    # Known benchmarks and other sources have their own layout.
     layout = own if one.source == data.source and not one.known else {}
     source = sources.make_source(one.source, **given, path=one.path, **layout)
     found.append((one.name, source, ""))
@@ -182,7 +182,7 @@ def _examples(config: Any, seed: int) -> tuple[sources.Source, list[tuple]]:
 
 
 def _own_sets(config: Any) -> list[benchmarks.Dataset]:
-  """Returns the sets that are not of the training data, or an empty list."""
+  """Returns the sets that are separate from the training data, if any."""
   data, path = config.data, config.eval.path
   source = config.eval.source or data.source
   same = source == data.source
@@ -200,8 +200,8 @@ def _check_answers(reward: str, prompts: list[Prompt]) -> None:
   if bare and rewards.gold_response(reward, ""):
     raise InputError(
       f"{bare[0]} has no answer, which config.reward.name={reward!r} compares"
-      " with; name its column, data.columns={'answer': NAME}, or choose another"
-      " reward"
+      " with; set its column with data.columns={'answer': NAME}, or choose"
+      " another reward"
     )
 
 
@@ -216,10 +216,10 @@ def _template(config, tokenizer, pool, play):
 
 
 def make_play(config: Any) -> EnvironmentCalls | None:
-  """Returns the environment of a config; None without one.
+  """Makes the environment of a config; None without one.
 
   Raises:
-    InputError: its settings are not its own.
+    InputError: The environment does not accept its settings.
   """
   chosen = config.environment
   make = turns.ENVIRONMENTS[chosen.name]
@@ -233,10 +233,10 @@ def make_play(config: Any) -> EnvironmentCalls | None:
 def make_conversation_config(
   config: Any, tokenizer: Tokenizer
 ) -> ConversationConfig | None:
-  """Makes the conversation settings of a config; None without environment.
+  """Makes the conversation config of a run; None without an environment.
 
   Raises:
-    InputError: its settings are not its own.
+    InputError: The environment does not accept its settings.
   """
   play, chosen, data = make_play(config), config.environment, config.data
   if play is None:
@@ -262,13 +262,13 @@ def check_context(
   *,
   before: int = 0,
 ) -> None:
-  """Refuses samples that the model cannot hold, and a foreign tokenizer.
+  """Checks that samples fit the model's context and tokens its vocabulary.
 
   Args:
     config: settings of the run.
     model_config: architecture of the model.
     tokenizer: tokenizer of the run.
-    before: most tokens that the model reads before a prompt.
+    before: maximum number of tokens that the model reads before a prompt.
   """
   total = config.data.max_prompt_length + config.sampler.max_response_length
   context = model_config.max_position_embeddings
@@ -276,6 +276,6 @@ def check_context(
     answers = " + config.value.answer_tokens" if before else ""
     raise InputError(
       "config.data.max_prompt_length + config.sampler.max_response_length"
-      f"{answers} = {total + before} is over the model's context of {context}"
+      f"{answers} = {total + before} exceeds the model's context of {context}"
     )
   tokenizer.check_model(model_config.vocab_size)

@@ -19,16 +19,16 @@ def iterate(
   timer: metrics.PhaseTimer,
   logger: Any,
 ) -> tuple[States, sync.VersionedWeights, dict[str, float]]:
-  """Runs an iteration: returns new states, new weights and metrics."""
+  """Runs an iteration; returns new states, new weights and metrics."""
   sync.check_version(weights, states.step)
   given = sampled_with(run, states, weights)
 
   config, scored = run.config.run, []
-  # In all processes, whose devices share what the learner has seen.
+  # In all processes: the scored batch is sharded over their devices.
   shows = config.samples_every
   shows = shows and (states.step + 1) % config.samples_every == 0
 
-  # 1. Draw prompts, 2. generate, 3. reward ended responses: a batch that is
+  # 1. Draw prompts, 2. generate, 3. reward ended responses: for a batch that is
   # trained on now, or `schedule.lag` updates later.
   with run.pipeline.writing(
     functools.partial(run.worker.collect, weights=given, timer=timer),
@@ -86,7 +86,7 @@ def _learn(
 def sampled_with(
   run: Run, states: States, weights: sync.VersionedWeights
 ) -> Weights:
-  """Returns the weights of the sampler, with what it reads of the learner."""
+  """Returns the sampler's weights, with functions of the learner's state."""
   return Weights(
     weights.params,
     weights.version,
@@ -101,11 +101,11 @@ def check_sampler(
   """Checks that sampler and trainer have equal weights and log-probs.
 
   Weights must have the same checksums and, unless `sampler.parity_check_every`
-  is 0, give fixed tokens the same log-probs. Checked at every start and every
-  few steps only: within a process, only a bug can make them differ.
+  is 0, give fixed tokens the same log-probs. This is checked only at each start
+  and every few steps: within a process, only a bug can make them differ.
 
   Raises:
-    SyncError: They differ, so that samples would not be the policy's.
+    SyncError: They differ, so samples would not be from the policy.
   """
   params = states.learner.params("policy")
   sync.verify(weights, run.transfer.checksums(params), version=states.step)

@@ -100,8 +100,8 @@ def off_policy(config: Any) -> Rules:
       "this loss has no ratio and needs no proximal policy; use 'recompute'"),
     (config.sampler.processors and not corrected,
       "sampler.processors, off_policy.correction",
-      "they sample from another distribution than the policy's, which the"
-      " trainer scores; use correction='truncate' or 'mask'"),
+      "they change the sampling distribution, but the trainer scores the"
+      " policy's; use correction='truncate' or 'mask'"),
     *((unscored and needed, f"{key}, off_policy.proximal",
       "needs the log-probs or entropies of the trainer's scoring pass; use"
       " proximal='recompute'")
@@ -117,11 +117,11 @@ def adapters(config: Any) -> Rules:
   return [
     (model.base_dtype != "float32" and full,
       "model.base_dtype, model.lora_rank, value.lora_rank",
-      "only weights beside adapters are stored in fewer bits; set lora_rank of"
-      " policy and critic, or base_dtype='float32'"),
+      "only frozen weights under adapters can be stored in fewer bits; set"
+      " lora_rank of policy and critic, or base_dtype='float32'"),
     (model.base_dtype in FORMATS and (model.matmul or model.sampler_matmul),
       "model.matmul, model.sampler_matmul, model.base_dtype",
-      "a quantised base has products of its own; use '', or"
+      "a quantised base has its own matrix products; use '', or"
       " base_dtype='bfloat16'"),
     (any(ranks.values()) and not model.lora_targets,
       "model.lora_targets", "name a target, such as 'attention' or 'mlp/up'"),
@@ -146,14 +146,15 @@ def critics(config: Any) -> Rules:
   return [
     (config.loss.clip_value and value.head == "categorical",
       "value.head, loss.clip_value",
-      "a distribution over bins has no clip; use clip_value=None or"
+      "a distribution over bins cannot be clipped; use clip_value=None or"
       " head='scalar'"),
     (value.head == "categorical" and has_critic(config) and not covered,
       "value.low, value.high",
       f"the bins must cover the rewards, {worst:g} to {reward.correct:g}, with"
-      " some to spare"),
+      " a margin"),
     (config.loss.clip_value and several, "value.ensemble, loss.clip_value",
-      "the mean of the critics is no old value of one; use clip_value=None"),
+      "the mean of the critics is not the old value of any; use"
+      " clip_value=None"),
     (value.answer_format and "{answer}" not in value.answer_format,
       "value.answer_format", "the text has no {answer}; add it, or use ''"),
     (config.estimator.agree_share and not several,
@@ -238,11 +239,12 @@ def losses(config: Any) -> Rules:
       "the buffer must not be longer than the response"),
     (config.reward.name == "environment" and not environment.name,
       "reward.name, environment.name",
-      "this reward comes from an environment; choose one or another reward"),
+      "this reward comes from an environment; choose an environment or another"
+      " reward"),
     (environment.rewards != "end" and not counts_turns,
       "environment.rewards, reward.name",
       "this reward ignores the rewards of turns; use reward.name='environment'"
-      " or your own with an argument `conversation`"),
+      " or a custom reward with an argument `conversation`"),
   ]
 
 # fmt: on

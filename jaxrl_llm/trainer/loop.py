@@ -4,7 +4,7 @@ Before the first iteration the critic is pretrained: responses are sampled from
 the fixed policy and V is regressed on their Monte Carlo returns. An iteration
 is
 
-  1. draw prompts            N questions, by their order
+  1. draw prompts            N questions, in the order of `data.order`
   2. generate                G responses each, sampled from the policy
   3. reward                  a verifier reads the text: +1 or -1
   4. score                   log π_old and V of every token, in packed rows
@@ -17,15 +17,16 @@ is
   9. log, evaluate, save
 
 Three owners do the work: a prompt source (1), a rollout worker (2 and 3) and a
-learner (4 to 7). The loop moves records between them; the state of each is a
-value. With `schedule.lag` the worker is some batches ahead of the learner, and
-both run concurrently.
+learner (4 to 7). The loop passes records between them; the state of each is an
+immutable value. With `schedule.lag` the worker is some batches ahead of the
+learner, and both run concurrently.
 
 Other methods make other choices for the same steps. In the worker, T-PPO
-samples a window of every response, DAPO draws until groups are mixed, and APRIL
-takes the groups that end first. In the learner, an algorithm holds the
-mathematics; a method without a critic leaves it out. States and seed determine
-everything that follows, so that a resumed run repeats the uninterrupted one.
+samples a window of every response, DAPO samples until enough groups are mixed,
+and APRIL takes the groups that end first. In the learner, an algorithm defines
+the mathematics; a method without a critic leaves it out. States and seed
+determine everything that follows, so that a resumed run repeats the
+uninterrupted one.
 """
 
 import contextlib
@@ -63,12 +64,12 @@ def train(
     run: the owners.
     workdir: directory of the run, created if necessary. A checkpoint in it is
       resumed, and changes of the config are recorded in config_changes.jsonl.
-    step: checkpoint to resume, the newest if None; later ones are set aside.
+    step: checkpoint to resume; None is the newest. Later ones are set aside.
     begun: `time.perf_counter()` at the start of the program; now if None.
 
   Returns:
-    The signal that ended the run before its last step, or `signals.SUSPECT`; 0
-    if it is done.
+    0 if the run is complete; otherwise the signal that stopped it before its
+    last step, or `signals.SUSPECT`.
 
   Raises:
     TrainingStopped: The run cannot continue, for example after several
@@ -156,15 +157,15 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
       return 0
     logger.event(
       f"stopped by {signals.name(stopped.signal)} at step {states.step},"
-      " saved; the same --workdir goes on"
+      " saved; rerun with the same --workdir to continue"
     )
     return stopped.signal
 
 
 def _make_logger(run, folder, saver, last_step) -> metrics.PhaseLogger:
-  """Returns the run's logger in the first process, else one of times only.
+  """Returns the run's logger; only that of the first process logs metrics.
 
-  It watches several processes as long as it is open.
+  With several processes, it watches their hosts while it is open.
   """
   config, name, role = run.config, processes.name(), ""
   watched = {"stuck_after_s": config.run.stuck_after_s}
@@ -237,8 +238,8 @@ def _train_on(
     row |= logger.more()
     holds, warnings = health.check(step, row)
     row |= holds
-    # Log first: a checkpoint guarantees that its row is on disk. Therefore the
-    # time of a save is in the next row.
+    # Log first: a checkpoint guarantees that its row is on disk. The time of a
+    # save is therefore in the next row.
     logger.log(step, row)
     for warning in warnings:
       logger.event(warning)
@@ -278,7 +279,7 @@ def _unjudged_in_a_row(before: int, row: Mapping[str, float]) -> int:
 
 
 def begin(run: Run) -> tuple[States, sync.VersionedWeights]:
-  """Returns the states before the first iteration, with a fresh critic."""
+  """Returns the states before the first iteration, with an untrained critic."""
   learner = run.learner.init(critic=run.critic_params)
   states = States(run.source.init(), run.worker.init(), learner)
   return states, run.transfer.send(learner.params("policy"), 0)
@@ -329,7 +330,7 @@ def evaluate(
     if first or evaluated.judged.new_failures:
       logger.samples(states.step, evaluated.shown())
     judged = evaluated.responses.judged
-    if states.step == 0 and not judged.any():  # Later it may be temporary.
+    if states.step == 0 and not judged.any():  # Later, this may be temporary.
       raise TrainingStopped(
         f"the reward failed on all {judged.size} responses of step 0:"
         f" {run.judge.failure}"
@@ -341,7 +342,7 @@ def evaluate(
       results["greedy"] = greedy.results([])["avg@1"]
     row |= {f"eval/{evaluator.name}/{k}": float(x) for k, x in results.items()}
   best = config.checkpoint.best
-  # Without extracted answers, or verdicts, which later may be temporary.
+  # Later, answers or verdicts may be missing only temporarily.
   if best and best not in row and states.step == 0:
     raise InputError(
       f"config.checkpoint.best={best!r}: not in {', '.join(row)}"

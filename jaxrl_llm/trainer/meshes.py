@@ -1,4 +1,4 @@
-"""The meshes of a run: the trainer's, and an optional one of the sampler."""
+"""The meshes of a run: the trainer's, and optionally one for the sampler."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -33,8 +33,9 @@ def make_meshes(
 
   Raises:
     InputError: A mesh needs more devices than are available, or micro-batches
-      are not divisible over the trainer's. Several processes use only some of
-      the devices, or run sampler and learner concurrently on the same ones.
+      do not divide over the trainer's mesh. With several processes, some
+      devices are unused, or sampler and learner run concurrently on the same
+      devices.
   """
   devices = list(jax.devices() if devices is None else devices)
   trainer = _mesh(config, "mesh", devices)
@@ -62,11 +63,11 @@ def _check_processes(config: Any, both: Meshes, devices: list) -> None:
   schedule = config.schedule
   concurrent = schedule.overlap and (schedule.lag or schedule.streaming)
   if concurrent and (trainer & sampler or config.sampler.exact):
-    # Both would start programs on them, in another order in each process.
+    # Each process would launch their programs in a different order.
     raise InputError(
       "config.schedule.overlap=True: with several processes, sampler and"
       " learner cannot share devices; set schedule.overlap=False, or give the"
-      " sampler devices of its own by sampler.mesh, without sampler.exact"
+      " sampler its own devices with sampler.mesh, without sampler.exact"
     )
 
 
@@ -74,7 +75,7 @@ def _mesh(config: Any, key: str, devices: list, why: str = "") -> Mesh:
   """Makes the mesh of a config group; `why` explains the number of devices.
 
   Raises:
-    InputError: It needs more devices.
+    InputError: The mesh needs more devices.
   """
   try:
     return sharding.make_mesh(**config_lib.get(config, key), devices=devices)

@@ -20,7 +20,7 @@ from jaxrl_llm.trainer import build
 from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.types import Rollout
 
-# Tokens that an evaluated model gets, if its context has them.
+# Lengths for a model directory, if its context is long enough.
 _PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 2048
 
 
@@ -33,10 +33,11 @@ def make_config(
   """Returns the settings of an evaluation.
 
   Args:
-    policy: the policy; a run has settings of its own.
+    policy: the policy; a run has its own settings.
     datasets: as in `Policy.evaluate`.
     changes: values of dotted keys.
-    config: settings of a model; None chooses lengths and template that fit it.
+    config: settings for a model directory; None chooses lengths and template
+      that fit the model.
   """
   if policy.step is not None:
     config = workdir.read_config(policy.path)
@@ -45,22 +46,22 @@ def make_config(
     changes = _fitting_settings(policy) | changes
   config.model.path = policy.directory
   config_lib.update(config, changes)
-  config.eval.pass_k = ()  # Other numbers of samples may be too few for them.
+  config.eval.pass_k = ()  # Could exceed a changed number of samples.
   if datasets:
     config.eval.path = datasets
-    # Its files have the columns of the training data, if that is of files.
+    # If the training data are files, the sets have the same columns.
     files = config.data.source in sources.FILES
     config.eval.source = "" if files else "jsonl"
     if files and not config.data.path:
-      config.data.source = "chain_sum"  # Nothing is trained or drawn.
-  # Slots do not change a response; they need to hold all of a problem's.
+      config.data.source = "chain_sum"  # Training data is not used.
+  # Slots do not change responses, but must hold all those to a problem.
   slots = config.sampler.slots or config_lib.batch_size(config)
   config.sampler.slots = max(slots, config.eval.samples)
   return config
 
 
 def _fitting_settings(policy: Any) -> dict[str, Any]:
-  """Returns lengths and a template that fit a model, for whole sets."""
+  """Returns settings that fit a model: all problems, lengths and a template."""
   context = policy.model_config.max_position_embeddings
   prompt = min(_PROMPT_LENGTH, context // 2)
   fitting = {
@@ -68,7 +69,7 @@ def _fitting_settings(policy: Any) -> dict[str, Any]:
     "data.max_prompt_length": prompt,
     "sampler.max_response_length": min(_RESPONSE_LENGTH, context - prompt),
   }
-  # Nothing is trained, but a micro-batch has to divide among all devices.
+  # Nothing is trained, but micro-batches must divide over all devices.
   for role in ("policy", "value"):
     fitting[f"optimizer.{role}.micro_batch_size"] = jax.device_count()
   if policy.tokenizer.chat_template is None:
@@ -86,14 +87,14 @@ def evaluations(
 ) -> Iterator[Evaluation]:
   """Yields the evaluation of each set of the settings.
 
-  With the seed of a run (None) its last evaluation is repeated exactly; another
-  seed leaves the problems as they are.
+  Without a seed, it repeats the run's last evaluation exactly. Another seed
+  changes the samples, not the problems.
 
   Args:
     policy: the policy.
     config: result of `make_config`.
-    seed: seed of the sampling.
-    critic: whether the critic of the run's checkpoint values the responses.
+    seed: seed of the sampling; None is the seed of the run.
+    critic: whether the critic of the run's checkpoint scores the responses.
     search: as in `Policy.evaluate`.
 
   Raises:
@@ -107,7 +108,7 @@ def evaluations(
     params = run.transfer.send(_read_params(policy, run), 0).params
     values = _critic_values(policy, run) if critic or search else None
     how = _make_search(run, search, values) if search else None
-    for one in run.evaluators:  # With one engine, and what it compiled.
+    for one in run.evaluators:  # They share the engine and its programs.
       writer = dataclasses.replace(one.writer, key=key)
       found = dataclasses.replace(one, writer=writer, search=how)(params)
       if values is not None:
@@ -128,14 +129,14 @@ def _read_params(policy: Any, run: Run) -> Any:
 
 
 def _critic_values(policy: Any, run: Run) -> Callable[[Rollout], np.ndarray]:
-  """Returns responses -> the critic's value before their last tokens."""
+  """Returns a function that maps responses to values at their last tokens."""
   member = run.learner.critic
   if policy.step is None or member is None:
     raise InputError(f"{policy.path}: there is no critic; give a run with one")
   if run.config.value.answer_format:
     raise InputError(
       f"{policy.path}: its critic reads the answers (value.answer_format), but"
-      " the choice of a response must not"
+      " the choice of a response must not depend on them"
     )
   params = workdir.restore_params(
     policy.path, policy.step, "critic", member.params
@@ -153,7 +154,7 @@ def _critic_values(policy: Any, run: Run) -> Callable[[Rollout], np.ndarray]:
 def _make_search(
   run: Run, name: str, values: Callable[[Rollout], np.ndarray]
 ) -> Callable[..., Rollout]:
-  """Returns the search of an evaluation, see `Evaluator.search`."""
+  """Returns the search of an evaluation; see `Evaluator.search`."""
   check_choice("search", name, choices.SEARCHES)
   if run.config.environment.name:
     raise InputError("search does not copy conversations; leave it out")

@@ -16,7 +16,7 @@ from jaxrl_llm.rollout.records import Batch, RolloutState
 from jaxrl_llm.rollout.worker import RolloutWorker
 from jaxrl_llm.trainer.value_pretraining import ValuePretraining
 
-# Item of a model's parameters that are not trained.
+# Checkpoint item of a model's frozen parameters.
 _BASE = "learner.{}.base"
 
 
@@ -38,7 +38,7 @@ class Run:
   evaluators: Sequence[Evaluator]  # One per evaluation set.
   judge: Judge
   tokenizer: Tokenizer
-  # Config key -> digest of the files that it names.
+  # Config key -> digest of the files at its path.
   inputs: Mapping[str, str]
 
 
@@ -52,14 +52,14 @@ class States(NamedTuple):
 
   @property
   def step(self) -> int:
-    """Completed iterations: the version of the policy."""
+    """The number of completed iterations, which is the policy's version."""
     return self.learner.step
 
 
 def save(
   states: States, saver: checkpoint.Checkpointer, facts: Mapping[str, Any]
 ) -> None:
-  """Starts a checkpoint of everything the next iteration depends on.
+  """Starts to save everything that the next iteration depends on.
 
   Args:
     states: current states.

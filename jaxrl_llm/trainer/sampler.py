@@ -25,7 +25,7 @@ DRAFTERS: Mapping[str, Callable[[Any], Any]] = {
   "prompt_lookup": lambda fns: sampling.prompt_lookup(),
   "quantized_copy": sampling.quantized_copy,
 }
-# Tokens of a parity check beyond its first page, so that it reads several.
+# Tokens of a parity check after its first page, so that it reads two pages.
 _BEYOND_A_PAGE = 16
 
 
@@ -109,7 +109,7 @@ def make_parity_check(
   page_size = default_page_size(longest)
   tokens = sync.parity_tokens(
     fns.config.vocab_size,
-    # A row, or several, for every device that either side deals rows to.
+    # Divisible by the number of row shards on both sides.
     rows=math.lcm(*map(sharding.slots_size_of, meshes)),
     length=min(page_size + _BEYOND_A_PAGE, longest),
   )

@@ -1,4 +1,4 @@
-"""Responses of a step for the log, with what the learner saw of each token."""
+"""Responses of a step for the log, with the learner's numbers per token."""
 
 import dataclasses
 import itertools
@@ -26,15 +26,15 @@ def samples_of_step(
 ) -> list[metrics.Sample]:
   """Returns new failures of the reward, and responses that a step trained on.
 
-  The latter are `run.samples` of them, ended ones first.
+  There are `run.samples` of the latter, ended ones first.
 
   Args:
     run: the owners.
     batch: the batch of the step.
-    collected: what was collected in the step. With a lag it is not the batch,
-      whose extracted answers and errors are then unknown.
-    scored: the batch as the learner scored it; without it no response that was
-      trained on is returned.
+    collected: batches collected in the step. With a lag these are later
+      batches, and the extracted answers and errors of `batch` are unknown.
+    scored: the batch as scored by the learner; if empty, only failures are
+      returned.
   """
   failures = [sample for new in collected for sample in new.new_failures]
   if not scored:
@@ -46,12 +46,12 @@ def samples_of_step(
     rows = np.random.default_rng(scored.step + 1).permutation(rows)
     rows = rows[np.argsort(~responses.ended[rows], kind="stable")][:count]
   responses = take_rows(responses, rows)
-  # The data vouch for their own responses, which no reward has judged.
+  # Demonstrated responses have not been judged by a reward.
   given = is_demonstrated(responses.rollout)
   responses = dataclasses.replace(responses, judged=responses.judged & ~given)
   judged = _judged(run, responses, collected)
   samples = metrics.make_samples(judged, range(rows.size))
-  # The learner may have its rows in another order.
+  # The learner may have the rows in another order.
   place = {number: i for i, number in enumerate(scored.rollout.sample_id)}
   shown = {sample.sample for sample in samples}
   places = [place[sample.sample] for sample in samples]
@@ -100,10 +100,10 @@ def _per_token(
   advantages: np.ndarray,
   policy_mask: np.ndarray,
 ) -> dict[str, list]:
-  """Returns the tokens of a row, their authors, and what is known of each.
+  """Returns the tokens of a row, with their authors and per-token numbers.
 
-  A number is None at tokens that have none: an advantage outside of the policy
-  loss, log-probs of other authors. A list without any number is left out.
+  Entries without a number are None: advantages outside of the policy loss,
+  log-probs of other authors. Lists without any number are left out.
   """
   rollout, scores = scored.rollout, scored.scores
   length = int(rollout.lengths[row])

@@ -1,4 +1,4 @@
-"""Speed of a training step."""
+"""Throughput and utilisation of a training step."""
 
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.metrics.chips import PEAK_FLOPS
@@ -6,11 +6,11 @@ from jaxrl_llm.models.shapes import multiplied_params
 
 
 def speed(learner: Learner, row: dict[str, float]) -> dict[str, float]:
-  """Tokens per second of sampling and of the whole step, and utilisation.
+  """Returns tokens per second of sampling and of the step, and utilisation.
 
-  Utilisation counts 2 · parameters floating-point operations per token for
-  each forward pass and 4 · for a backward pass, of policy and critic.
-  Embeddings are looked up: they count only as the policy's head.
+  Utilisation (MFU) counts 2 · parameters FLOPs per token for each forward pass
+  and 4 · parameters for each backward pass, of policy and critic. Embeddings
+  are looked up, so they count only as the policy's head.
   """
   out = {
     "rollout/tokens_per_second": row["rollout/tokens"] / row["time/generate_s"],

@@ -1,4 +1,4 @@
-"""Describes a run in a few lines: what it is at its start, what it reached."""
+"""Describes a run in a few lines: its setup at the start, its results."""
 
 import pathlib
 from typing import Any
@@ -28,7 +28,7 @@ def describe(run: Run) -> list[str]:
 
 
 def reached(rows: list[dict[str, Any]], folder: pathlib.Path) -> list[str]:
-  """Returns lines on what a finished run reached, and what to do next."""
+  """Returns lines on the results of a finished run and the next commands."""
   return [
     report.reached(report.Run(folder.name, rows, {})),
     f"next: report.py {folder} (curves), evaluate.py --checkpoint={folder},"

@@ -1,6 +1,6 @@
-"""Validation of a config: each setting alone, then constraints between them.
+"""Validation of a config: each setting, then the constraints between them.
 
-Each error is one line with the settings, their values and what is allowed.
+Each error is one line with the settings, their values and the allowed ones.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ def validate(config: Any) -> None:
   """Checks every setting and the constraints between them.
 
   Raises:
-    InputError: One line with the setting, its value and what is allowed.
+    InputError: One line with the settings, their values and the allowed ones.
   """
   for path, key in config_lib.KEYS.items():
     value = config_lib.get(config, path)
@@ -31,7 +31,7 @@ def validate(config: Any) -> None:
   for keys, why in constraints.broken(config).items():
     values = {key: config_lib.get(config, key) for key in keys.split(", ")}
     named = " with ".join(
-      # A group's own repr has several lines.
+      # The repr of a config group has several lines.
       f"config.{key}={getattr(x, 'to_dict', lambda x=x: x)()!r}"
       for key, x in values.items()
     )
@@ -41,13 +41,13 @@ def validate(config: Any) -> None:
 def own_settings(
   config: Any, key: str, name: str
 ) -> contextlib.AbstractContextManager[None]:
-  """Turns errors of a part that takes the settings at a key into InputErrors.
+  """Returns a context that turns a part's errors into InputErrors.
 
   Args:
     config: settings of the run.
-    key: key of the part's own settings.
+    key: key of the settings that are passed to the part.
     name: name of the part.
   """
   what = f"config.{key}={dict(config_lib.get(config, key))}"
-  advice = f"correct those of {name!r}"
+  advice = f"correct the settings of {name!r}"
   return as_input_error(what, advice, TypeError, ValueError)

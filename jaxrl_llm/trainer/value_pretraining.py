@@ -23,7 +23,7 @@ from jaxrl_llm.system import processes
 
 FILE = "value_pretrain.jsonl"
 FOLDER = "value_pretrained"  # The critic's parameters.
-CHECKPOINTS = "value_pretrain_checkpoints"  # Deleted after the run's first one.
+CHECKPOINTS = "value_pretrain_checkpoints"  # Deleted once the run has its own.
 _EXPLAINED = "value/explained_variance"
 _OUTCOMES = "value/outcome_explained_variance"
 
@@ -37,9 +37,9 @@ class PretrainingState:
   critic: TrainState
   best: Any  # Trained parameters of the best critic so far.
   explained: float = -math.inf  # Explained variance of the best critic.
-  trained_on: int = 0  # Batches that the best critic was trained on.
-  waited: int = 0  # Batches since the last improvement.
-  number: int = 0  # Batches so far.
+  trained_on: int = 0  # Number of batches that the best critic was trained on.
+  waited: int = 0  # Number of batches since the last improvement.
+  number: int = 0  # Number of batches so far.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,10 @@ class ValuePretraining:
 
   Attributes:
     learner: learner with Monte Carlo returns as targets.
-    reward_model: the same, trained on the last token of responses only.
-    worker: samples whole responses to prompts from the start, with its own
-      random stream.
-    config: settings of the run; those of `value` say how long it takes.
+    reward_model: the same, but trained only on the last token of responses.
+    worker: samples complete responses, from the first prompts of the data and
+      with its own random stream.
+    config: settings of the run; `config.value` sets the number of batches.
     seed: seeds of the run and of the stream, for the order of mini-batches.
   """
 
@@ -63,7 +63,7 @@ class ValuePretraining:
 
   @property
   def _last(self) -> int:
-    """The most batches, those of the reward model included."""
+    """The maximum number of batches, including those of the reward model."""
     settings = self.config.value
     return settings.reward_model_steps + settings.pretrain_steps
 
@@ -77,14 +77,14 @@ class ValuePretraining:
   ) -> LearnerState | None:
     """Trains the critic alone, and saves its parameters for later runs.
 
-    Explained variance is measured on every batch before training on it, so that
-    it is held out. A last batch is only measured, to evaluate the last critic.
-    The best critic is kept: too much pretraining overfits.
+    Explained variance is measured on each batch before training on it, so it is
+    held out. The last batch is only measured, to evaluate the final critic. The
+    best critic is kept, because too much pretraining overfits.
 
     Args:
       learner: state before the first update.
       weights: weights of the policy.
-      workdir: gets a row for each batch, checkpoints and the critic.
+      workdir: folder for a row per batch, checkpoints and the critic.
       logger: logger of the run.
       stopped: set by a signal; ends the pretraining after a checkpoint.
 
@@ -115,7 +115,10 @@ class ValuePretraining:
         for line in saver.new_errors():
           logger.event(line)
     if not done:
-      logger.event("stopped in value pretraining; the same --workdir goes on")
+      logger.event(
+        "stopped in value pretraining; rerun with the same --workdir to"
+        " continue"
+      )
       return None
     logger.event(
       f"critic pretrained on {state.trained_on} batches: held-out explained"
@@ -132,7 +135,7 @@ class ValuePretraining:
   ) -> tuple[PretrainingState, dict[str, float], bool]:
     """Runs a batch; returns the state, its row, and whether it was the last.
 
-    The first batches train a reward model; the newest one is the best.
+    The first batches train a reward model, of which the newest is kept.
     """
     settings = self.config.value
     outcomes = state.number < settings.reward_model_steps
@@ -142,7 +145,7 @@ class ValuePretraining:
     )
     responses = collected.batch.responses
     rng = np.random.default_rng((self.seed[0], state.number, self.seed[1]))
-    # Its learning rate follows the batches of the pretraining.
+    # The learning-rate schedule follows the pretraining batches.
     learner = learner.with_model("critic", state.critic)
     learner = learner.replace(step=state.number)
     batch = trained.measure(learner, "critic", responses, rng)
@@ -178,7 +181,7 @@ class ValuePretraining:
   def _resume(
     self, workdir: pathlib.Path, saver: checkpoint.Checkpointer, logger: Any
   ) -> PretrainingState | None:
-    """Restores the newest undamaged checkpoint; None without any."""
+    """Restores the newest undamaged checkpoint; None if there is none."""
     shapes = self.learner.critic.shapes
     abstract = PretrainingState(
       self.worker.source.init(), self.worker.abstract(), shapes, shapes.trained
@@ -189,11 +192,11 @@ class ValuePretraining:
         lambda step: saver.restore_states(step, {"pretraining": abstract}),
       )
     except checkpoint.DamagedError as error:
-      states, damaged = None, [f"{error}; value pretraining starts anew"]
+      states, damaged = None, [f"{error}; value pretraining starts again"]
     for line in damaged:
       logger.event(line)
     if states is None:
       return None
     state = states["pretraining"]
-    logger.event(f"value pretraining goes on after batch {state.number}")
+    logger.event(f"value pretraining continues after batch {state.number}")
     return state

@@ -124,8 +124,8 @@ def test_a_server_trains_as_the_built_in_engine_does(model, tmp_path):
     ({"environment__name": "calculator"}, "environment.name='calculator': onl"),
     ({"sampler__drafter": "prompt_lookup"}, "drafter='prompt_lookup': only"),
     ({"sampler__entropy_tau": 0.1}, "sampler.entropy_tau=0.1: only the built"),
-    ({"sampler__engine_settings": {"batch": 0}}, "correct those of 'server'"),
-    ({"sampler__engine_settings": {"bach": 1}}, "correct those of 'server'"),
+    ({"sampler__engine_settings": {"batch": 0}}, "the settings of 'server'"),
+    ({"sampler__engine_settings": {"bach": 1}}, "the settings of 'server'"),
   ],
 )
 def test_what_it_is_not_asked_for_is_refused(model, changes, why):

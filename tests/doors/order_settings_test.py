@@ -32,8 +32,11 @@ def test_reach_the_source(model):
 @pytest.mark.parametrize(
   ("settings", "why"),
   [
-    ({"mots": 8}, r"unexpected keyword argument 'mots'.*; correct those of"),
-    ({"most": 0}, r"most=0 must be positive\); correct those of 'budgets'"),
+    ({"mots": 8}, r"unexpected keyword argument 'mots'.*the settings of"),
+    (
+      {"most": 0},
+      r"most=0 must be positive\); correct the settings of 'budgets'",
+    ),
     ({"seed": 1}, r"multiple values for keyword argument 'seed'"),
   ],
 )
@@ -43,5 +46,5 @@ def test_of_others_are_refused(model, settings, why):
 
 
 def test_the_order_of_the_package_has_none(model):
-  with pytest.raises(InputError, match="'most'.*correct those of 'shuffled'"):
+  with pytest.raises(InputError, match="'most'.*the settings of 'shuffled'"):
     make_run(model, {"most": 8}, data__order="shuffled")

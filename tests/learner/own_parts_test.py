@@ -196,7 +196,7 @@ class TestProbe:
     made = make_algorithm(estimator__name="less_than_probed")
     assert made.members == {"probe": ("outcome_on_all",)}
     assert {"probed", "rewards"} <= made.leaves
-    with pytest.raises(ValueError, match="a member 'critic' already"):
+    with pytest.raises(ValueError, match="already a member 'critic'"):
       register.member("critic", None, reads=())
 
   def test_what_is_needed_and_not_there_is_refused(self):
@@ -313,7 +313,7 @@ class TestParts:
       register.optimizer("adamw", lambda schedule: None)
     with pytest.raises(ValueError, match="mode='dr-grpo', expected one of"):
       register.auxiliary("own", lambda logprobs: logprobs, mode="dr-grpo")
-    with pytest.raises(ValueError, match="setting 'own' of your own a default"):
+    with pytest.raises(ValueError, match="custom setting 'own' a default"):
       register.token_input("own", lambda mask, *, own: mask)
     for name in ("values", "writer_logprobs", "part_a", "column_a"):
       with pytest.raises(ValueError, match=f"an input '{name}' already"):

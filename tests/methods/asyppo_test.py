@@ -118,10 +118,10 @@ def test_tokens_of_agreement_are_dropped_and_ties_kept():
   "changes, problem",
   [
     (_ON | {"value__ensemble": ""}, "one critic cannot disagree"),
-    (_ON | {"loss__clip_value": 0.2}, "no old value of one"),
+    (_ON | {"loss__clip_value": 0.2}, "not the old value of any"),
     (
       {"value__head": "categorical", "loss__clip_value": 0.2},
-      "a distribution over bins has no clip",
+      "a distribution over bins cannot be clipped",
     ),
     (
       {"value__head": "categorical", "value__high": 1.0},

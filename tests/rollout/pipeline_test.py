@@ -101,7 +101,7 @@ class TestLag:
     batch = states.batches[0]
     late.pipeline.check(batch, STEPS)
     for wrong in (STEPS - 1, STEPS + 1):
-      with pytest.raises(RuntimeError, match=f"version {wrong} were to be"):
+      with pytest.raises(RuntimeError, match=f"version {wrong} must be"):
         late.pipeline.check(batch, wrong)
 
 

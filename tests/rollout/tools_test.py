@@ -80,12 +80,12 @@ class TestCall:
       (ask("area", width=2, height=1.5), "3.0 m2"),
       (ask("python", code="print(6 * 7)"), "42\n"),
       (ask("python", code="1"), "(it printed nothing)"),
-      ("{'name': 1}", "error: the tool call is no JSON"),
-      ("3", "error: the tool call does not fit"),
-      (ask("volume"), "error: no tool 'volume'; there are area, python"),
+      ("{'name': 1}", "error: the tool call is not JSON"),
+      ("3", "error: the tool call is invalid"),
+      (ask("volume"), "error: no tool 'volume'; available: area, python"),
       ("{}", "error: no tool 'name'"),
-      (ask("area"), "error: the tool call does not fit: missing"),
-      (ask("area", width=1, depth=2), "error: the tool call does not fit: got"),
+      (ask("area"), "error: the tool call is invalid: missing"),
+      (ask("area", width=1, depth=2), "error: the tool call is invalid: got"),
       (ask("area", width="2"), "error: 'width' of area must be of type number"),
       (ask("area", width=True), "error: 'width' of area must be of type"),
       (ask("area", width=-1), "error: ValueError: negative"),
@@ -97,8 +97,8 @@ class TestCall:
   @pytest.mark.parametrize(
     "text, answer",
     [
-      ("[" * 100_000, "error: the tool call is no JSON: maximum recursion"),
-      ('{"name": ' + "1" * 5000 + "}", "error: the tool call is no JSON: Exc"),
+      ("[" * 100_000, "error: the tool call is not JSON: maximum recursion"),
+      ('{"name": ' + "1" * 5000 + "}", "error: the tool call is not JSON: Exc"),
       (ask("failing", lines=True), "error: ValueError: a b"),
       (ask("failing", lines=False), "error: TypeError: keys must be"),
     ],
@@ -135,7 +135,7 @@ class TestTools:
     own = ENVIRONMENTS.pop("areas")()
     calls = [ask("area", width=3), ask("python", code="1")]
     seen = own.step("".join(f"<tool_call>{x}</tool_call>" for x in calls))
-    assert seen.text == "3.0 m2\nerror: no tool 'python'; there are area"
+    assert seen.text == "3.0 m2\nerror: no tool 'python'; available: area"
     assert own.template_settings["tools"] == [tools.schema(area)]
     with pytest.raises(InputError, match="no docstring"):
       tools.Tools([silent])

@@ -292,7 +292,7 @@ class TestBadInput:
     "prompts, ids, message",
     [
       ([[1]], IDS[:2], r"each of the 1 prompts, got 2 and 1"),
-      ([], IDS[:0], r"there must be requests, got none"),
+      ([], IDS[:0], r"at least one request, got none"),
       ([[1], []], IDS[:2], r"1..12, got 0..1"),
       ([[1] * 13], IDS[:1], r"1..12, got 13..13"),
     ],

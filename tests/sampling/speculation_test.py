@@ -254,7 +254,7 @@ class TestAdaptiveSpeculation:
 class TestBadInput:
   def test_a_drafter_and_draft_tokens_belong_together(self):
     for drafter, count in ((None, 2), (constant(1), 0)):
-      with pytest.raises(ValueError, match="belong together"):
+      with pytest.raises(ValueError, match="requires num_draft_tokens"):
         make_engine(drafter, count)
     with pytest.raises(ValueError, match="num_draft_tokens=-1, expected"):
       make_engine(constant(1), -1)

@@ -84,11 +84,11 @@ class TestBadInput:
     [
       ({"window": 0}, r"window=0, expected .* in \[1, inf\)"),
       ({"group_size": 0}, r"group_size=0, expected .* in \[1, inf\)"),
-      ({"which": []}, "there must be requests, got none"),
+      ({"which": []}, "at least one request, got none"),
       ({"ids": [IDS[0]]}, "each of the 2 prompts, got 1 and 2"),
       ({"group_ids": [1]}, "each of the 2 prompts, got 2 and 1"),
-      ({"group_ids": [5, 5]}, r"must differ, got \[5\] more than once"),
-      ({"ids": [[7, 8], [8]]}, r"sample ids must differ, got \[8\]"),
+      ({"group_ids": [5, 5]}, r"must be unique, got \[5\] more than once"),
+      ({"ids": [[7, 8], [8]]}, r"sample ids must be unique, got \[8\]"),
       ({"prompts": [[1], []]}, r"1..12, got 0..1"),
       (
         {"settings": SamplingSettings(top_k=-1)},
@@ -103,7 +103,7 @@ class TestBadInput:
 
   def test_a_response_that_goes_on_does_not_start_too(self):
     rest = cut(write_window(None, [0], window=1))
-    with pytest.raises(ValueError, match="sample ids must differ, got"):
+    with pytest.raises(ValueError, match="sample ids must be unique, got"):
       write_window(rest, [0], window=1)
 
   @pytest.mark.parametrize(

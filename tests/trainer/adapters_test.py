@@ -142,7 +142,7 @@ def test_a_four_bit_base_trains_and_resumes(model, tmp_path):
   [
     (
       {"model__base_dtype": "nf4", "model__matmul": "fp8"},
-      "a quantised base has products of its own",
+      "a quantised base has its own matrix products",
     ),
     ({"model__base_dtype": "int8", "value__lora_rank": 0}, "base_dtype"),
     ({"optimizer__policy__frozen": ("embed",)}, "leave frozen empty"),

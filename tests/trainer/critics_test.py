@@ -189,5 +189,5 @@ def test_a_privileged_critic_reads_the_answer_before_the_prompt(model):
 def test_an_answer_needs_a_place_and_room(model):
   with pytest.raises(InputError, match="the text has no {answer}"):
     make_run(model, "privileged", value__answer_format="answer")
-  with pytest.raises(InputError, match="answer_tokens = 84 is over the model"):
+  with pytest.raises(InputError, match="answer_tokens = 84 exceeds the model"):
     make_run(model, "privileged", value__answer_tokens=60)

@@ -241,7 +241,7 @@ class TestResume:
     capsys.readouterr()
     loop.train(run, tmp_path)
     shown = capsys.readouterr().out
-    assert ("value pretraining goes on after batch 2" in shown) == (not what)
+    assert ("value pretraining continues after batch 2" in shown) == (not what)
     assert ("2: this checkpoint is damaged" in shown) == (what == "damage")
     assert_same_run(run, whole, tmp_path)
     assert pretraining_rows(tmp_path) == pretraining_rows(whole)
