@@ -190,7 +190,7 @@ def make_policy(
 
   Args:
     config: the architecture.
-    numerics: numerics of training; its weights are float32 master weights.
+    numerics: numerics of training, with float32 master weights.
     sampler: numerics of the sampler; None: the dtype of the trainer's
       activations throughout, and the trainer's matrix products. If the numerics
       differ, the log-probs of sampler and trainer differ by rounding. On a CPU,
