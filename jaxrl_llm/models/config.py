@@ -86,7 +86,7 @@ class ModelConfig:
       InputError: A key is missing, invalid or not supported.
     """
     if not isinstance(values, Mapping):
-      raise InputError(f"{where}: must hold a JSON object; restore the file")
+      raise InputError(f"{where}: must contain a JSON object; restore the file")
     fields = _fields_from_hf(values, where)
     for field, problem in _problems(fields):
       key = _HF_KEYS.get(field, field)

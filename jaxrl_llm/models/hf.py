@@ -264,7 +264,7 @@ def _read(
     if not np.isfinite(part_of).all():
       raise InputError(
         f"{tensors[name].path}: tensor {name!r} has values that are not finite"
-        f" as {array.dtype}; get the model again"
+        f" as {array.dtype}; download the model again"
       )
   return array
 

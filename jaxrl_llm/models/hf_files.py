@@ -65,8 +65,8 @@ def member(directory: pathlib.Path, name: str) -> pathlib.Path:
   """
   if not _FILE_NAME.fullmatch(name):
     raise InputError(
-      f"{directory}: {name[:80]!r} is not a plain file name; get the model"
-      " again"
+      f"{directory}: {name[:80]!r} is not a plain file name; download the"
+      " model again"
     )
   file = directory / name
   if not file.is_file():
@@ -82,10 +82,10 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     raise InputError(f"{file}: cannot be read ({error.strerror})") from None
   except (ValueError, RecursionError) as error:
     raise InputError(
-      f"{file}: not valid JSON ({str(error)[:120]}); get the file again"
+      f"{file}: not valid JSON ({str(error)[:120]}); download it again"
     ) from None
   if not isinstance(values, dict):
-    raise InputError(f"{file}: must hold a JSON object; get the file again")
+    raise InputError(f"{file}: must contain a JSON object; download it again")
   return values
 
 
@@ -96,8 +96,8 @@ def _read_header(path: pathlib.Path) -> dict[str, Tensor]:
   except (OSError, safetensors.SafetensorError) as error:
     # repr, because the message may quote arbitrary bytes of the file.
     raise InputError(
-      f"{path}: cannot be read as safetensors ({str(error)[:120]!r}); get the"
-      " file again"
+      f"{path}: cannot be read as safetensors ({str(error)[:120]!r});"
+      " download it again"
     ) from None
   tensors = {}
   for name in file.keys():
@@ -150,13 +150,13 @@ def _read_shards(index: pathlib.Path) -> dict[str, Tensor]:
     isinstance(shard, str) for shard in weight_map.values()
   ):
     raise InputError(
-      f"{index}: key 'weight_map' must map tensor names to file names; get the"
-      " file again"
+      f"{index}: key 'weight_map' must map tensor names to file names;"
+      " download it again"
     )
   directory, shards = index.parent, sorted(set(weight_map.values()))
   if (directory / SINGLE).exists() and SINGLE not in shards:
     raise InputError(
-      f"{directory}: holds both {SINGLE} and {INDEX}; remove the one that"
+      f"{directory}: contains both {SINGLE} and {INDEX}; remove the one that"
       " does not belong to this model"
     )
   tensors, found = {}, set()
@@ -168,7 +168,7 @@ def _read_shards(index: pathlib.Path) -> dict[str, Tensor]:
     if not _HARMLESS.fullmatch(name):
       raise InputError(
         f"{index}: tensor {name[:80]!r} must be both listed and stored in"
-        f" {shard}; get the files again"
+        f" {shard}; download the files again"
       )
   return tensors
 

@@ -161,7 +161,7 @@ def _scaling_from_hf(
   for key, value in other.items():
     if value is not None:
       raise InputError(
-        f"{where}' holds {show(key)}, which is not supported; use a model"
+        f"{where}' contains {show(key)}, which is not supported; use a model"
         " without it"
       )
   if kind is None and all(value is None for value in fields.values()):
