@@ -1,10 +1,11 @@
 """ADHint (Zhang et al. 2025, arXiv 2512.13095): hints for hard prompts.
 
-Prompts that are solved in less than three quarters of their tries come again
-with the beginning of a solution: of the data's column `completion`, or the
-clean solution of an embedded task. The rest is GRPO with clip-higher and the
-token-level loss. data.order_settings has most (0.8) and least (0.0) of a
-solution, and enough (0.75).
+Prompts with a solve rate below three quarters are sampled again with the
+beginning of a solution, which is the data's column `completion` or the clean
+solution of an embedded task. The rest is GRPO with clip-higher and the
+token-level loss. data.order_settings has the largest and the smallest fraction
+of a solution, `most` (0.8) and `least` (0.0), and the solve rate from which no
+hint is given, `enough` (0.75).
 
     python scripts/train.py --config=configs/adhint.py[:PRESET]
 

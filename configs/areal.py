@@ -7,7 +7,7 @@ token (decoupled PPO). No critic: every token gets the reward of its response,
 normalised over the batch (discount and lambda 1). Four mini-batches.
 
 Differences from the paper:
-  * The lag is exact and not an upper bound (the paper's eta, up to 8), so that
+  * The lag is exact, not an upper bound (the paper's eta, up to 8), so that
     runs are reproducible (`schedule.lag`).
   * Batches contain all their responses. `schedule.stop='first_groups'` lets
     unfinished ones continue under newer weights, as in the paper.

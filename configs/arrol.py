@@ -1,8 +1,9 @@
-"""ARRoL (2026): responses are pruned while they are written.
+"""ARRoL (2026): responses are pruned during generation.
 
 After a quarter of the response limit, a probe on the policy's hidden states
-chooses which half of a group's unfinished responses goes on: those that it is
-surest about. The rest is GRPO with clip-higher and the token-level loss.
+estimates the values of unfinished responses. The half of a group with the
+highest and lowest values continues. The rest is GRPO with clip-higher and the
+token-level loss.
 
     python scripts/train.py --config=configs/arrol.py[:PRESET]
 

@@ -1,12 +1,13 @@
 """AsyPPO (2025, arXiv 2510.01656): two critics on halves of the prompts.
 
-V is the mean of the two critics. The fifth of a batch's tokens where they agree
-most has no policy loss.
+V is the mean of the two critics. The fifth of a batch's tokens on which they
+agree most has no policy loss.
 
-Differences from the paper, of which the abstract was read: the other settings
-are VAPO's (value pretraining, Monte Carlo targets, length-adaptive lambda,
-clip-higher, token mean), and the share of a fifth is chosen here. The critics
-have the policy's size unless --config.value.init_from names a smaller model.
+Differences from the paper, of which only the abstract was read: the other
+settings are VAPO's (value pretraining, Monte Carlo targets, length-adaptive
+lambda, clip-higher, token mean), and the fraction of a fifth is our choice. The
+critics have the policy's size unless --config.value.init_from names a smaller
+model.
 
     python scripts/train.py --config=configs/asyppo.py[:PRESET]
 

@@ -1,8 +1,8 @@
 """CISPO (MiniMax 2025, arXiv 2506.13585): clips weights instead of tokens.
 
 The importance weight is at most 1 + clip_high and carries no gradient; every
-token keeps its gradient. The paper does not state its bound; 0.28 is used. It
-sets no lower bound, which is a clip_low of 1.
+token keeps its gradient. The paper does not state its upper bound; 0.28 is used
+here. There is no lower bound, which corresponds to a clip_low of 1.
 
     python scripts/train.py --config=configs/cispo.py[:PRESET]
 

@@ -5,7 +5,7 @@ the soft overlong punishment, without a KL term. The last quarter of the
 response limit is punished (paper: 4,096 of 20,480). Overlong filtering
 (`loss.overlong_filter`) is off, as in the authors' best runs.
 
-At 32B the run has 520 steps where VAPO's has 312, because VAPO's paper reports
+At 32B the run has 520 steps instead of VAPO's 312, because VAPO's paper reports
 that it reaches DAPO's level after 60 % of the updates.
 
     python scripts/train.py --config=configs/dapo.py[:PRESET]

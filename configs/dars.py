@@ -1,10 +1,11 @@
-"""DARS (Yang et al. 2025, arXiv 2508.13755): more tries for hard prompts.
+"""DARS (Yang et al. 2025, arXiv 2508.13755): more responses to hard prompts.
 
-A step asks every prompt as usual and the hard ones again, with the same
+A step samples every prompt as usual and the hard prompts again, with the same
 weights; all responses to a prompt share a baseline. The rest is GRPO with
-clip-higher and the token-level loss. data.order_settings has signal: 'equal'
-(DARS-ET) or 'hard' (DARS-HW). The authors' larger batches with several epochs
-(DARS-B) are optimizer.policy.mini_batch=0 and optimizer.policy.epochs=2.
+clip-higher and the token-level loss. data.order_settings has `signal`, 'equal'
+(DARS-ET) or 'hard' (DARS-HW). For the authors' larger batches with several
+epochs (DARS-B), set optimizer.policy.mini_batch=0 and
+optimizer.policy.epochs=2.
 
     python scripts/train.py --config=configs/dars.py[:PRESET]
 

@@ -1,10 +1,10 @@
 """GRPO with DART's store of successes (Li et al. 2025, arXiv 2509.23866).
 
-A prompt whose responses are all wrong gets the last correct response that an
-earlier step sampled for it, as another row of its group. The clip is around the
-policy that sampled a response; clip-higher and the token-level loss are DAPO's.
-Responses that were collected beforehand enter the store by
-schedule.replay_from, see configs/sapo.py.
+If all responses to a prompt are wrong, the last correct response that an
+earlier step sampled for it is added to its group. The clip is around the policy
+that sampled a response; clip-higher and the token-level loss are DAPO's. To put
+responses that were collected beforehand into the store, use
+schedule.replay_from, as in configs/sapo.py.
 
     python scripts/train.py --config=configs/dart.py[:PRESET]
 

@@ -9,12 +9,12 @@ over the tokens of a mini-batch; every prompt has one response.
       --config.estimator.settings="{'teachers': 'DIR'}"
 
 DIR is a Hugging Face directory with the tokenizer of the policy;
-scripts/convert.py makes one of a run. With 'DIR,DIR' a column `teacher` of the
-data, 0 or 1, chooses the teacher of a row.
+scripts/convert.py makes one from a run. With 'DIR,DIR', the data's column
+`teacher`, 0 or 1, selects the teacher of a row.
 
-Measured on the embedded task (docs/studies.md): 0.69 to 0.87 of GRPO's
-generated tokens to nine tenths of the teacher's accuracy. The other presets
-were not run.
+Measured on the embedded task (docs/studies.md): nine tenths of the teacher's
+accuracy are reached with 0.69 to 0.87 of GRPO's generated tokens. The other
+presets were not run.
 
 PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
 embedded task on a CPU.

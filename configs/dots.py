@@ -1,8 +1,8 @@
 """DOTS (Sun et al. 2025, arXiv 2506.05316): prompts solved half of the time.
 
 The rest is GRPO with clip-higher and the token-level loss. data.order_settings
-has target (0.5), tau (0.1) and explore, the fraction that is drawn uniformly
-(0.1).
+has `target` (0.5), `tau` (0.1) and `explore` (0.1), the fraction of prompts
+that is drawn uniformly.
 
     python scripts/train.py --config=configs/dots.py[:PRESET]
 

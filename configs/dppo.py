@@ -1,12 +1,12 @@
 """DPPO (2026, arXiv 2602.04879): a trust region on divergences, not ratios.
 
 Group-relative advantages without the standard deviation, the token-level loss,
-and no KL term. A token loses its gradient where its probability differs by more
-than 0.2 from that at sampling and the update would move it further away
+and no KL term. A token has no gradient if its probability differs by more than
+0.2 from that at sampling and the update would move it further away
 (`methods/dppo.py`). loss.name=dppo_kl bounds a KL instead of the difference.
 
-The paper's batch sizes and learning rates are not known to us; they are those
-of the preset.
+The paper's batch sizes and learning rates are not known to us; those of the
+preset are used.
 
     python scripts/train.py --config=configs/dppo.py[:PRESET]
 

@@ -1,8 +1,8 @@
-"""DPS (2026, arXiv 2603.10887): groups that are predicted to be mixed.
+"""DPS (2026, arXiv 2603.10887): draws groups that are predicted to be mixed.
 
 The rest is GRPO with clip-higher and the token-level loss; DAPO's dynamic
-sampling, which it replaces, is off. data.order_settings has explore, the
-fraction that is drawn uniformly (0.1).
+sampling, which it replaces, is off. data.order_settings has `explore` (0.1),
+the fraction of prompts that is drawn uniformly.
 
     python scripts/train.py --config=configs/dps.py[:PRESET]
 

@@ -1,11 +1,10 @@
-"""EVPO (Pan et al. 2026, arXiv 2604.19485): a critic only while it explains.
+"""EVPO (Pan et al. 2026, arXiv 2604.19485): a gate on the critic.
 
-VAPO, and in batches where the explained variance of the critic is not above 0,
-the reward minus the mean of its group instead of the critic's advantages
-(`methods/evpo.py`).
+VAPO, but in batches where the explained variance of the critic is not above 0,
+advantages are the reward minus the mean of its group (`methods/evpo.py`).
 
-The paper compares PPO with GRPO; here the critic is VAPO's. A baseline needs
-whole groups, so that windows (T-PPO) are excluded.
+The paper compares PPO with GRPO; here the critic is VAPO's. The group baseline
+needs complete groups, which excludes windows (T-PPO).
 
     python scripts/train.py --config=configs/evpo.py[:PRESET]
 

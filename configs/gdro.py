@@ -1,8 +1,8 @@
 """GDRO of rollouts (Panaganti et al. 2026, arXiv 2601.19280).
 
-The tries of a step are distributed over its prompts by how much their rewards
-vary; their sum is fixed. The rest is GRPO with clip-higher and the token-level
-loss.
+The responses of a step are distributed over its prompts by how much their
+rewards vary; their total number is fixed. The rest is GRPO with clip-higher and
+the token-level loss.
 
     python scripts/train.py --config=configs/gdro.py[:PRESET]
 

@@ -1,13 +1,13 @@
 """Majority labels (TTRL, Zuo et al. 2025, arXiv 2504.16084).
 
-The most frequent answer of a group is right: training reads no answers, and
-evaluation compares with those of the data as ever. reward/true is the accuracy
-of training by the data's answers, where there are some, and reward/agrees how
-often the label says the same. The rest is GRPO with clip-higher and the
+The most frequent answer of a group counts as correct: training does not read
+the data's answers, and evaluation uses them as usual. If the data has answers,
+reward/true is the training accuracy by them, and reward/agrees how often the
+label leads to the same verdict. The rest is GRPO with clip-higher and the
 token-level loss.
 
-Where the most frequent answer is wrong, this teaches the error: on the embedded
-task, whose base is right on 0.24 of the problems by majority.
+Where the most frequent answer is wrong, the policy learns the error, as on the
+embedded task, where the base's majority is right on 0.24 of the problems.
 
     python scripts/train.py --config=configs/majority.py[:PRESET]
 

@@ -2,9 +2,9 @@
 
 GRPO whose advantages are divided by the group's mean reward instead of its
 standard deviation (`methods/maxrl.py`), so that rare successes count most.
-Wrong responses have a reward of 0, the token-level loss has no KL term.
+Wrong responses have a reward of 0; the token-level loss has no KL term.
 
-The paper's clip range is not known to us; it is PPO's.
+The paper's clip range is not known to us; PPO's is used.
 
     python scripts/train.py --config=configs/maxrl.py[:PRESET]
 

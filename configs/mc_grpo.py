@@ -1,12 +1,12 @@
 """MC-GRPO (2026, arXiv 2601.22582): the group's median as baseline.
 
-Groups are odd. The median response (pivot) has zero advantage and is excluded
-from the loss. Advantages are divided by the standard deviation, because the
-paper's MAD is 0 for most groups of binary rewards.
+Group sizes are odd. The median response (pivot) has zero advantage and is
+excluded from the loss. Advantages are divided by the standard deviation,
+because the paper's MAD is 0 for most groups of binary rewards.
 
 The rest is GRPO, as in the authors' runs: a KL loss to the initial policy (k3
 estimate) with coefficient 0.04, and two updates per batch, each on the whole
-batch (num_iterations 2). The authors' groups have 2 to 8 responses besides the
+batch (num_iterations 2). The authors' groups have 2 to 8 responses plus the
 pivot; here groups have the preset's size, made odd.
 
     python scripts/train.py --config=configs/mc_grpo.py[:PRESET]

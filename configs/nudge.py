@@ -1,8 +1,8 @@
-"""NudgeRL (Lee et al. 2026, arXiv 2605.15726): several contexts a prompt.
+"""NudgeRL (Lee et al. 2026, arXiv 2605.15726): several contexts per prompt.
 
-Every prompt is asked once in each context of data.order_settings, a text before
-the question; '' is the bare question. The rest is GRPO with clip-higher and the
-token-level loss.
+Every prompt is sampled once in each context of data.order_settings, a text
+before the question; '' is the bare question. The rest is GRPO with clip-higher
+and the token-level loss.
 
     python scripts/train.py --config=configs/nudge.py[:PRESET]
 
@@ -18,7 +18,7 @@ def get_config(preset: str = ""):
   config = config_lib.grouped(preset)
   config.estimator.name = "inter_intra"
   config.data.order = "contexts"
-  contexts = ["", "0+"]  # For a model that reads sums alone.
+  contexts = ["", "0+"]  # For a model that reads only sums.
   if config.model.path:
     contexts = [
       "",

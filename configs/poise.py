@@ -1,8 +1,8 @@
 """POISE (Choi et al. 2026, arXiv 2605.07579): the policy is its own critic.
 
-Groups of two; the baseline of a response is what a linear probe on the policy's
-hidden states says of the other one. The rest is GRPO with clip-higher and the
-token-level loss.
+Groups of two; the baseline of a response is the prediction of a linear probe on
+the policy's hidden states for the other response. The rest is GRPO with
+clip-higher and the token-level loss.
 
     python scripts/train.py --config=configs/poise.py[:PRESET]
 

@@ -1,9 +1,9 @@
 """GRPO with rollout replay (Sun et al. 2025, arXiv 2506.05316).
 
-Half of the groups of a step are drawn from those of earlier steps that had
-correct and incorrect responses; the step generates the other half. The clip is
-around the policy that sampled a response, as in the authors' runs. Clip-higher
-and the token-level loss are DAPO's.
+Half of the groups of a step are drawn from the mixed groups (with correct and
+incorrect responses) of earlier steps; the step generates the other half. The
+clip is around the policy that sampled a response, as in the authors' runs.
+Clip-higher and the token-level loss are DAPO's.
 
     python scripts/train.py --config=configs/replay.py[:PRESET]
 

@@ -19,14 +19,14 @@ Differences from the paper, which we know from notes:
   * The critic is pretrained for at most 10 iterations, as in the paper, but
     from the policy's weights with a new head; pretraining may end earlier (see
     value.pretrain_patience).
-  * The lag is exact and not an upper bound (`schedule.lag`). With the large
-    steps of small models DIS tolerates none: a lag of 1 made both seeds
-    collapse for some time. loss.name=clip with bounds of 0.2 and 0.28
+  * The lag is exact, not an upper bound (`schedule.lag`). With the large
+    steps of small models DIS tolerates none: with a lag of 1, both seeds
+    collapsed temporarily. loss.name=clip with bounds of 0.2 and 0.28
     tolerates 8 (docs/studies.md, section 12).
   * Batches and learning rates are those of the preset, except at 32B: 128
     prompts and learning rates of 1e-6 and 5e-6.
-  * A critic with adapters (value.lora_rank) trains those of its attention:
-    all other weights are frozen already.
+  * A critic with adapters (value.lora_rank) also trains those of its
+    attention, because the base weights are frozen already.
 
     python scripts/train.py --config=configs/sao.py[:PRESET]
 

@@ -1,14 +1,14 @@
 """SAPO (Amico et al. 2025, arXiv 2509.08721): runs share their responses.
 
-Half of the groups of a step are of other runs, with importance weights and
+Half of the groups of a step come from other runs, with importance weights and
 F-TIS's mask; clip-higher and the token-level loss are DAPO's. Each of two runs
-names a folder of its own and that of the other:
+names its own folder and that of the other run:
 
     python scripts/train.py --config=configs/sapo.py[:PRESET] --workdir=runs/a \
         --config.schedule.share_in=runs/a-shared \
         --config.schedule.replay_from="('runs/b-shared',)"
 
-Responses that `generate.py` wrote for the training questions are shared in the
+Responses that `generate.py` wrote for the training questions can be used in the
 same way: replay_from names the file.
 
 PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the

@@ -1,8 +1,8 @@
 """SAPO's gate (Gao et al. 2025, arXiv 2511.20347): a soft clip.
 
 GRPO with a sigmoid of the ratio in place of the clip (`methods/sapo_gate.py`),
-which is steeper for negative advantages, and without a KL term. Not the system
-for swarms of machines that is also called SAPO.
+which is steeper for negative advantages, and without a KL term. Unrelated to
+the system for swarms of machines that is also called SAPO (configs/sapo.py).
 
     python scripts/train.py --config=configs/sapo_gate.py[:PRESET]
 

@@ -1,10 +1,10 @@
-"""SCOPE (Ren et al. 2026, arXiv 2602.24110): wrong steps are put right.
+"""SCOPE (Ren et al. 2026, arXiv 2602.24110): wrong steps are corrected.
 
 A wrong response is sampled again from its first wrong step, which an oracle
 corrects; all responses to a prompt share a baseline. The rest is GRPO with
 clip-higher and the token-level loss. The oracle of the embedded tasks is exact;
-for other data a file of --plugin brings one by `register.oracle`, and
-data.order_settings={'oracle': NAME} chooses it.
+for other data, a --plugin file registers one with `register.oracle`, and
+data.order_settings={'oracle': NAME} selects it.
 
     python scripts/train.py --config=configs/scope.py[:PRESET]
 

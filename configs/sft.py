@@ -1,20 +1,20 @@
 """SFT: supervised fine-tuning on the answers of the data.
 
-The loss is the negative log-likelihood of an answer's tokens, with the token
-that ends it, averaged over the tokens of a mini-batch. Nothing is sampled in
-training and no reward is needed; evaluation generates and judges every
-eval.every steps. An answer is
+The loss is the negative log-likelihood of an answer's tokens, including its
+stop token, averaged over the tokens of a mini-batch. Training samples nothing
+and needs no reward; evaluation generates and judges responses every eval.every
+steps. An answer is
 
-  * the assistant's messages of `messages`, every turn of them,
+  * the assistant's messages in `messages`, in every turn,
   * `completion` after `prompt`, as texts or as messages,
-  * `completion` or `solution` after `question`; data.columns names others,
+  * `completion` or `solution` after `question`; data.columns sets other names,
   * the clean solution of an embedded task.
 
     python scripts/train.py --config=configs/sft.py[:PRESET]
 
 PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
-embedded task on a CPU, and smollm2 trains on the sums themselves. A batch and a
-learning rate are those of reinforcement learning at that scale.
+embedded task on a CPU, and smollm2 trains on the sums themselves. Batch size
+and learning rate are those of reinforcement learning at that scale.
 """
 
 from jaxrl_llm import config as config_lib

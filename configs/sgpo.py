@@ -1,8 +1,9 @@
 """sGPO (Sudalairaj et al. 2026, arXiv 2606.08854): a profile of the data.
 
-The initial policy answers the training questions once; the profile decides
-which are asked, in which order, and how many tries each gets. The rest is GRPO
-with clip-higher and the token-level loss. With data of your own:
+The initial policy answers the training questions once. The resulting profile
+determines which questions are used, in which order, and how many responses each
+gets. The rest is GRPO with clip-higher and the token-level loss. With your own
+data:
 
     python scripts/evaluate.py --checkpoint=MODEL --dataset=train.jsonl \
       --samples=8 --problems=0 --out=profile

@@ -10,8 +10,8 @@ T-PPO needs an informative critic, more so with shorter windows
 (docs/studies.md, section 5); value.reads_logprobs helps small models.
 
 The rest follows VAPO, because the paper leaves it open. For the lambda of
-unfinished responses, also left open, the length is the tokens so far. The
-window is a quarter of the longest response; the paper has 8K of 24K.
+unfinished responses, also left open, the length is the number of tokens so far.
+The window is a quarter of the longest response; the paper has 8K of 24K.
 
     python scripts/train.py --config=configs/tppo.py[:PRESET]
 

@@ -6,10 +6,10 @@ Presets:
   (none)        the task `chain_sum` and the base model of the package; CPU.
   smollm2       a real language model of SmolLM2-135M's size on two-digit sums;
                 needs --config.model.path=DIR, a Hugging Face directory.
-  gsm8k         a chat model on GSM8K with 128 prompts x 8 responses a step;
+  gsm8k         a chat model on GSM8K with 128 prompts x 8 responses per step;
                 needs --config.model.path and --config.data.path (gsm8k in the
                 Hugging Face cache, or a JSONL or Parquet file).
-  gsm8k-smoke   the same with 16 responses a step, to try a model and its data.
+  gsm8k-smoke   the same with 16 responses per step, to try a model and data.
   one-gpu-0.5b, one-gpu-1.5b   gsm8k for a model of that size on one GPU of 24
                 and of 80 GB.
   qwen2.5-32b   the paper's setting, on a TPU mesh; needs --config.model.path,
@@ -22,8 +22,8 @@ Presets:
 Measured (docs/studies.md): in 40 steps the embedded preset improves on held-out
 problems from 0.09 to 0.98 greedily and from 0.28 to 0.90 sampled (seeds 0, 1,
 2), and smollm2 on held-out sums from 0.19 to 0.65 (seeds 1, 2). gsm8k-smoke was
-run for 2 steps; the Qwen2.5 presets were compiled (docs/scale.md) and not run,
-and neither were gsm8k and one-gpu.
+run for 2 steps; the Qwen2.5 presets were compiled (docs/scale.md) but not run.
+The presets gsm8k and one-gpu were not run either.
 
 Differences from the paper:
   * alpha of the length-adaptive lambda. The paper's 0.05 suits responses of
@@ -61,7 +61,7 @@ def get_config(preset: str = ""):
   # 5. Clip-higher.
   config.loss.clip_low = 0.2
   config.loss.clip_high = 0.28
-  # 6. Language-model loss of right responses.
+  # 6. Language-model loss on correct responses.
   config.loss.nll_coefficient = 0.1
   # 7. Group sampling: fewer prompts, several responses per prompt.
   config.data.group_size = scale.group_size

@@ -2,7 +2,7 @@
 
 REINFORCE on responses sampled from older weights. A response is weighted by its
 sequence-level ratio to the policy that sampled it, at most 8. The baseline
-minimises the variance under these ratios, not truncated. The step is scaled by
+minimises the variance under these ratios, untruncated. The step is scaled by
 the square root of the effective sample ratio, so that batches with few
 effective samples cause small updates.
 
@@ -17,7 +17,7 @@ Differences from the paper:
     19 s, which take 6 to 10 s without (measured 2026-11-22 on 2 cores x86,
     under other load). The other scales have larger models or longer responses
     and approximate the squared norm by the length.
-  * The lag is exact and not an upper bound, so that runs are reproducible. The
+  * The lag is exact, not an upper bound, so that runs are reproducible. The
     authors use lags up to 128 and let responses continue under newer weights,
     which `schedule.stop='first_groups'` does here.
   * The authors' clip is practically off. Here a batch has one update, so there

@@ -1,6 +1,6 @@
 """XRPO (Bamba et al. 2025, arXiv 2510.06672): novelty sharpens advantages.
 
-Correct responses that are less likely than the others of their group get a
+Correct responses that are less likely than the others in their group get a
 bonus. The rest is GRPO with clip-higher and the token-level loss.
 
     python scripts/train.py --config=configs/xrpo.py[:PRESET]

@@ -345,7 +345,7 @@ class TestTunix:
         {"layers/1/mlp/up_proj/kernel": None},
         "up_proj.kernel has (0,), not (32, 48)",
       ),
-      ({"layers/0/attn/q_proj/w_lora_a": (32, 2)}, "w_lora_a' has no place"),
+      ({"layers/0/attn/q_proj/w_lora_a": (32, 2)}, "w_lora_a' is unexpected"),
     ],
   )
   def test_another_model_is_refused(self, tmp_path, changes, said):
@@ -468,11 +468,11 @@ class TestRefusals:
       (lambda made: made.pop("exp_avg_sq"), "out/exp_avg_sq: tensor"),
       (
         lambda made: made.update(state1=made.pop("exp_avg")),
-        ".state1' has no place",
+        ".state1' is unexpected",
       ),
       (
         lambda made: made.update(max_exp_avg_sq=made["exp_avg"]),
-        "max_exp_avg_sq' has no place",
+        "max_exp_avg_sq' is unexpected",
       ),
       (lambda made: made["step"].add_(1), "has updates [4, 5], not one number"),
       (lambda made: made["exp_avg"].fill_(torch.nan), "are not finite"),

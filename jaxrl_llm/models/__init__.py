@@ -44,7 +44,7 @@ from jaxrl_llm.models.transformer import (
 
 
 def load(path: str, *, dtype: Any = jnp.float32) -> tuple[ModelFns, Any]:
-  """Loads a Hugging Face directory.
+  """Loads a Hugging Face model directory.
 
   Args:
     path: directory with config.json and *.safetensors.
@@ -72,7 +72,7 @@ def save(
   """Writes a Hugging Face directory that `transformers` loads.
 
   A critic is a token classifier: logit 0 at a token is V of the state after it.
-  A categorical critic has a logit for each bin, and the interval of the bins is
+  A categorical critic has one logit per bin, and the interval of the bins is
   `value_support` in config.json. `transformers` has no such class for Gemma 3.
 
   Args:
@@ -94,7 +94,7 @@ def save(
 def critic_config(config: Any, model_config: ModelConfig) -> ModelConfig:
   """Returns the architecture of a run's critic, with its adapters.
 
-  It is that of the model in `value.init_from`, if there is one.
+  It is the architecture of the model in `value.init_from`, if there is one.
 
   Args:
     config: the run's settings.

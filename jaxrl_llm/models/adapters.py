@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA): small trained factors beside frozen matrices.
+"""Low-rank adapters (LoRA): small trained factors next to frozen matrices.
 
 A linear layer with an adapter computes y = x W + s (x A) B with A [in, r] and
-B [r, out]. B begins as zero, so that training begins with the base alone.
+B [r, out]. B is initialised to zero, so that training starts from the base.
 
 References:
   Hu et al. 2021, LoRA, arXiv 2106.09685.
@@ -21,8 +21,8 @@ SCALINGS = {
   "rslora": lambda alpha, rank: alpha / rank**0.5,
 }
 # `model.base_dtype` -> dtype of the parameters as read from files. Formats with
-# fewer than 16 bits (see `numerics`) hold the kernels of layers alone; all else
-# is bfloat16.
+# fewer than 16 bits (see `numerics`) apply only to the kernels of layers;
+# everything else is bfloat16.
 BASE_DTYPES = {
   "float32": "float32",
   "bfloat16": "bfloat16",
@@ -34,7 +34,7 @@ FACTORS = ("lora_a", "lora_b")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapters:
-  """Settings of the adapters of a model, and how its base is stored."""
+  """Settings of a model's adapters, and the storage format of its base."""
 
   rank: int
   alpha: float
@@ -49,14 +49,14 @@ class Adapters:
 
   @property
   def quantised(self) -> bool:
-    """Whether kernels of layers are codes with scales."""
+    """Whether the kernels of layers are stored as codes with scales."""
     return self.base_dtype in numerics.FORMATS
 
   def attach(self, layer: nnx.Module, rngs: nnx.Rngs) -> None:
-    """Gives adapters to the linear layers of a layer that are targets."""
+    """Attaches adapters to the targeted linear layers of a layer."""
     for path, module in list(nnx.iter_modules(layer)):
       name = "/".join(map(str, path))
-      # 'mlp' means gate, up and down: a router only has one by its own name.
+      # 'mlp' means gate, up and down; a router has to be targeted by name.
       known = name.removeprefix("mlp/") if name.endswith("router") else name
       targeted = any(target in known for target in self.targets)
       if self.quantised and hasattr(module, "attach_scale"):
@@ -65,10 +65,10 @@ class Adapters:
         module.attach_adapter(self.rank, self.scale, rngs)
 
   def store(self, params: Any) -> Any:
-    """Converts the base among parameters to its dtype.
+    """Converts the base parameters to their storage format.
 
     Args:
-      params: nested dict, of a model with these adapters or without any.
+      params: nested dict of a model, with these adapters or without adapters.
     """
     if self.quantised:
       params = {
@@ -110,7 +110,7 @@ def adapted(config: Any, model_config: Any, *, group: str = "model") -> Any:
 
 
 def base_of(params: Any) -> Any:
-  """Returns the base of parameters with adapters; others as they are."""
+  """Removes adapters and dequantises the base; keeps other parameters."""
   return _merged(params, None)
 
 

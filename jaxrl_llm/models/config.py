@@ -1,8 +1,8 @@
 """Configuration of a decoder, read from a Hugging Face `config.json`.
 
-The file is untrusted and cannot choose code: a fixed list of keys is read, and
-others are ignored. Keys that would change the mathematics in an unsupported way
-(sliding windows, quantised weights, other rope kinds, ...) are refused.
+The file is untrusted and cannot select code: only a fixed list of keys is read,
+others are ignored. Keys that would change the computation in an unsupported way
+(sliding windows, quantised weights, other rope kinds, ...) are rejected.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from jaxrl_llm.models import families, rope
 from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.rope import RopeScaling, range_problem, show
 
-# Field -> smallest and largest accepted value. The largest ones are far beyond
-# any real model, and keep a damaged file from requesting terabytes.
+# Field -> smallest and largest accepted value. The upper bounds are far beyond
+# any real model; they keep a damaged file from requesting terabytes.
 _RANGES = {
   "vocab_size": (1, 1 << 24),
   "hidden_size": (1, 1 << 17),
@@ -29,7 +29,7 @@ _RANGES = {
   "rope_theta": (2.0, 1e12),
 }
 _BOOLEANS = ("attention_bias", "mlp_bias", "tie_word_embeddings")
-# Fields with another name in config.json.
+# Fields that have a different name in config.json.
 _HF_KEYS = {
   "num_layers": "num_hidden_layers",
   "num_heads": "num_attention_heads",
@@ -39,7 +39,7 @@ _HF_KEYS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Settings that determine a decoder's parameters and mathematics."""
+  """Settings that determine a decoder's parameters and computation."""
 
   family: str  # One of `families.names`.
   vocab_size: int
@@ -57,7 +57,7 @@ class ModelConfig:
   mlp_bias: bool = False
   tie_word_embeddings: bool = False
   extra: tuple[tuple[str, float], ...] = ()  # See `Family.extra`.
-  adapters: Adapters | None = None  # Never in a config.json.
+  adapters: Adapters | None = None  # Not part of config.json.
 
   def __post_init__(self):
     for field, problem in _problems(vars(self)):
@@ -86,7 +86,7 @@ class ModelConfig:
       InputError: A key is missing, invalid or not supported.
     """
     if not isinstance(values, Mapping):
-      raise InputError(f"{where}: must hold a JSON object; restore the file")
+      raise InputError(f"{where}: must contain a JSON object; restore the file")
     fields = _fields_from_hf(values, where)
     for field, problem in _problems(fields):
       key = _HF_KEYS.get(field, field)
@@ -98,7 +98,7 @@ class ModelConfig:
   def to_hf(self) -> dict[str, Any]:
     """Returns the `config.json` object that `transformers` loads.
 
-    Rope has the older spelling, which every release reads. Special token ids
+    Rope uses the older spelling, which every release reads. Special token ids
     belong to the tokenizer and are null here; without these keys, Llama's
     loader would use its own defaults.
     """
@@ -123,7 +123,7 @@ class ModelConfig:
 
   @property
   def base(self) -> "ModelConfig":
-    """The model without adapters, which files contain."""
+    """The configuration without adapters, as in model files."""
     return dataclasses.replace(self, adapters=None)
 
   @property
@@ -138,7 +138,7 @@ class ModelConfig:
 
   @property
   def attention_kinds(self) -> tuple[Any, ...]:
-    """Kinds of attention of all layers, each once."""
+    """Distinct kinds of attention of all layers."""
     return tuple(dict.fromkeys(kind.attention for kind in self.period))
 
 
@@ -191,7 +191,7 @@ def _fields_from_hf(values: Mapping[str, Any], where: Any) -> dict[str, Any]:
       )
   for field in _BOOLEANS:
     fields[field] = rules.fixed.get(field, values.get(field, False))
-  # Absent keys mean plain multi-head attention.
+  # Defaults of absent keys: plain multi-head attention.
   absent = [field for field in _RANGES if fields[field] is None]
   heads, hidden = fields["num_heads"], fields["hidden_size"]
   defaults = {"num_kv_heads": heads, "rope_theta": rope.LLAMA_THETA}
@@ -202,7 +202,7 @@ def _fields_from_hf(values: Mapping[str, Any], where: Any) -> dict[str, Any]:
 
 def _default_head_dim(hidden: Any, heads: Any, where: Any) -> int:
   if type(heads) is not int or type(hidden) is not int or heads < 1:
-    return 2  # Whichever of the two is wrong is reported by its own name.
+    return 2  # `_problems` reports the invalid key under its own name.
   if hidden % heads:
     raise InputError(
       f"{where}: key 'head_dim' is missing and hidden_size {hidden} is not a"
@@ -214,7 +214,7 @@ def _default_head_dim(hidden: Any, heads: Any, where: Any) -> int:
 def _refuse_unsupported(
   values: Mapping[str, Any], config: ModelConfig, where: Any
 ) -> None:
-  """Refuses settings that would load but compute something else."""
+  """Rejects files that would load but describe a different computation."""
   family = families.get(config.family)
   values = family.respelled(values)
   supported = {"architectures": ([family.architecture], None)}

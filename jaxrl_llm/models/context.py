@@ -1,11 +1,10 @@
 """Context parallelism: the tokens of a row are sharded over devices.
 
-A row is cut into 2 n pieces. The first device has the first and the last piece,
-the second one the second and the last but one, and so on (zigzag), so that
-causal attention costs all devices the same. Layers act on each token by itself,
-except for attention, which gathers the keys and values of the whole row in
-every layer and sums their gradients back. With grouped heads, keys and values
-are a fraction of the queries.
+A row is cut into 2 n pieces, and device i of n holds pieces i and 2 n - 1 - i
+(zigzag), so that causal attention costs the same on every device. Layers act on
+each token separately, except for attention, which all-gathers the keys and
+values of the row in every layer and reduce-scatters their gradients. With
+grouped heads, keys and values are a fraction of the size of the queries.
 
 Reference: Llama Team 2024, arXiv 2407.21783, section 3.3.2.
 """
@@ -28,7 +27,7 @@ def num_shards(sharding: NamedSharding | None, axis: int) -> int:
 
 
 def leading(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
-  """Returns the sharding of the first axes alone."""
+  """Returns the sharding of the first axes only."""
   if sharding is None:
     return None
   return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:axes]))
@@ -37,10 +36,10 @@ def leading(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
 def on_devices(
   function: Callable[..., Any], sharding: NamedSharding | None, *specs: Any
 ) -> Callable[..., Any]:
-  """Makes a function of per-device shards a function of whole arrays.
+  """Turns a function of per-device shards into one of global arrays.
 
   Args:
-    function: its first arguments have the given specs, the others are
+    function: its first arguments have the given specs, and the others are
       [R, C, heads, d] or [R, C]; returns [R, C, heads, d].
     sharding: sharding of [R, C, heads, d]; None: one device.
     *specs: partition specs of the first arguments.
@@ -68,7 +67,7 @@ def on_devices(
 
 
 def gather(x: chex.Array, sharding: NamedSharding | None) -> jax.Array:
-  """Gathers a device's tokens [R, C / n, ...] into whole rows [R, C, ...]."""
+  """Gathers a device's tokens [R, C / n, ...] into full rows [R, C, ...]."""
   parts = num_shards(sharding, 1)
   if parts == 1:
     return x
@@ -79,7 +78,7 @@ def gather(x: chex.Array, sharding: NamedSharding | None) -> jax.Array:
 
 
 def zigzag_order(length: int, parts: int) -> np.ndarray:
-  """Returns the index in the row of each device's tokens, int32 [n, C / n]."""
+  """Returns the row positions of each device's tokens, int32 [n, C / n]."""
   if parts == 1:
     return np.arange(length, dtype=np.int32)[None]
   pieces = np.arange(length, dtype=np.int32).reshape(2 * parts, -1)
@@ -87,7 +86,7 @@ def zigzag_order(length: int, parts: int) -> np.ndarray:
 
 
 def zigzag_shard(rows: Any, parts: int) -> Any:
-  """Pads arrays [R, C, ...] to divide, and reorders them device by device."""
+  """Pads arrays [R, C, ...] to equal shards and reorders them by device."""
   if parts == 1:
     return rows
 
@@ -100,7 +99,7 @@ def zigzag_shard(rows: Any, parts: int) -> Any:
 
 
 def zigzag_unshard(x: chex.Array, parts: int, length: int) -> jax.Array:
-  """Undoes `zigzag_shard` for [R, C, ...]; `length` is that of the rows."""
+  """Undoes `zigzag_shard` for [R, C, ...]; `length` is the unpadded C."""
   if parts == 1:
     return x
   back = np.argsort(zigzag_order(x.shape[1], parts).reshape(-1))
@@ -108,9 +107,9 @@ def zigzag_unshard(x: chex.Array, parts: int, length: int) -> jax.Array:
 
 
 def shards_to_rows(x: chex.Array, parts: int) -> jax.Array:
-  """Reshapes [R, C, ...] to [n R, C / n, ...], a row for each shard of a row.
+  """Reshapes [R, C, ...] to [n R, C / n, ...]: each shard becomes a row.
 
-  The shard is the slower index, so that no data move between devices.
+  The shard is the slower-varying index, so that no data moves between devices.
   """
   if parts == 1:
     return x

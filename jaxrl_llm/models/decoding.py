@@ -1,6 +1,6 @@
-"""The decoder as the sampler runs it: prefill and decode with a KV cache.
+"""The decoder of the sampler: prefill and decode with a KV cache.
 
-The layers are those of `transformer`, unrolled, each with its own KV cache,
+Runs the layers of `transformer` unrolled. Each has its own KV cache, which is
 updated in place.
 """
 
@@ -29,10 +29,10 @@ class SamplerModel:
   Attributes:
     config: the architecture.
     numerics: how weights and cache are stored, and how products are computed.
-    kernels: attention backends, which choose the layout of the cache; all have
-      the same one.
-    choices: shape and dtype of the experts of a token, which `decode` returns
-      too; None: it does not.
+    kernels: attention backend of each kind of attention. Backends determine the
+      layout of the cache, which is the same for all.
+    choices: shape and dtype of a token's expert choices, which `decode` then
+      also returns; None: no choices are returned.
   """
 
   config: ModelConfig
@@ -58,12 +58,12 @@ class SamplerModel:
     """Converts parameters to the sampler's layout: a tuple of per-layer dicts.
 
     On a CPU, an embedding of 16-bit floats is stored as integers, because XLA
-    would convert the whole table to float32 in every call. A tied head is
-    stored beside it as [D, V], because XLA would transpose it in every call.
-    Adapters stay beside the base, so that they alone change.
+    would convert the entire table to float32 in every call. A tied head is
+    stored separately as [D, V], because XLA would transpose it in every call.
+    Adapters stay separate from the base, so that only they change.
 
     Args:
-      params: stacked parameters, whole or in two trees.
+      params: stacked parameters, as one tree or as two (`params.Params`).
     """
     params = merge(params)
     layers = transformer.places(self.config)
@@ -90,12 +90,12 @@ class SamplerModel:
     """Computes the contiguous KV cache of right-padded contexts [N, C].
 
     Padding is on the right, where causal attention ignores it. Long contexts
-    are processed in chunks, so that activations are those of N · chunk tokens.
+    are processed in chunks, to limit activations to those of N · chunk tokens.
 
     Args:
       params: sampler parameters (`for_sampling`).
       tokens: int32 [N, C].
-      chunk: tokens per context and chunk.
+      chunk: tokens of each context per chunk.
     """
     kernels, numerics = self.kernels, self.numerics
     count, length = tokens.shape
@@ -122,7 +122,7 @@ class SamplerModel:
 
     padded = empty(chunks * chunk, numerics.activations)
     kv_cache, _ = jax.lax.scan(write, padded, jnp.arange(chunks))
-    # Without the padding of the last chunk.
+    # Drop the padding of the last chunk.
     return jax.tree.map(
       lambda x, kept: x[tuple(map(slice, kept.shape))].astype(kept.dtype),
       kv_cache,
@@ -146,11 +146,11 @@ class SamplerModel:
       block_tables: the pages of each slot.
       tokens: int32 [S, Q].
       positions: int32 [S, Q], index of each token in its own sequence.
-      writing: bool [S, Q]; other tokens leave no trace.
+      writing: bool [S, Q], tokens to write; other tokens leave the cache as is.
 
     Returns:
-      Logits, float32 [S, Q, V], the cache, and with `choices` those of all
-      layers, int [S, Q, layers · k].
+      Logits, float32 [S, Q, V], the updated cache and, if `choices` is set, the
+      expert choices of all layers, int [S, Q, layers · k].
     """
 
     def attend(i, kind, q, k, v):
@@ -168,9 +168,9 @@ class SamplerModel:
     return *found, jnp.concatenate(chosen, axis=-1).astype(self.choices.dtype)
 
   def _unrolled(self, params, tokens, positions, attend):
-    """Runs the layers one by one; collects their caches and choices of experts.
+    """Runs the layers one by one; collects their caches and expert choices.
 
-    No expert has a capacity: a response must not depend on others.
+    Experts have no capacity limit: a response must not depend on others.
     """
     config, numerics = self.config, self.numerics
     place = self.backend.kv_sharding

@@ -1,18 +1,18 @@
-"""Mixture of experts: a router, and gated MLPs of which a token uses k.
+"""Mixture of experts: a router and gated MLPs, of which each token uses k.
 
-Dispatch is dropless by default: the copies of tokens are sorted by expert and
-multiplied in groups, whatever their sizes, so that no token depends on others.
-With a capacity, an expert takes at most so many tokens of a device and drops
-the rest.
+Dispatch is dropless by default: token copies are sorted by expert and
+multiplied in groups of any size, so that no token depends on others. With a
+capacity, an expert takes at most that many tokens per device and drops the
+rest.
 
-On a mesh each device dispatches its own part of the tokens. With an expert
-group (`sharding.make_mesh`), its devices hold different experts, whatever
-attention does with them. Without a capacity, tokens are gathered in the group,
-each device applies its own experts to all of them, and the results are summed
-and scattered: exact, since a buffer for the worst case is sent, and no more
-bytes than an all-to-all of k copies as long as the group has at most k devices.
-With a capacity, an all-to-all sends k copies of a token at most, in buffers of
-the capacity.
+On a mesh, each device dispatches its own part of the tokens. The devices of an
+expert group (`sharding.make_mesh`) hold different experts, independent of how
+attention is sharded over them. Without a capacity, tokens are all-gathered in
+the group, each device applies its own experts to all of them, and the results
+are reduce-scattered. This is exact, because buffers fit the worst case, and
+sends no more bytes than an all-to-all of k copies as long as the group has at
+most k devices. With a capacity, an all-to-all sends at most k copies of each
+token, in buffers of the size of the capacity.
 
 References:
   Fedus et al. 2022, Switch Transformers, arXiv 2101.03961 (load balancing,
@@ -41,7 +41,7 @@ from jaxrl_llm.models.layers import Linear, Matrix
 from jaxrl_llm.models.numerics import Numerics
 from jaxrl_llm.sharding import expert_axes
 
-# Auxiliary output of experts, int [B, T, k]: the experts of each token.
+# Auxiliary output, int [B, T, k]: the experts chosen for each token.
 CHOICES = "choices"
 
 
@@ -60,20 +60,20 @@ class ExpertsKind:
 
 
 class Routing(NamedTuple):
-  """Facts about the tokens [B, T] of a call that experts depend on."""
+  """Properties of the tokens [B, T] of a call that experts depend on."""
 
   valid: chex.Array | None = None  # bool [B, T], not padding; None: all.
-  # int [B, T, k], experts to use; a negative one leaves the token to the
-  # router. None: the router chooses all.
+  # int [B, T, k], experts to use; the router chooses where this is negative.
+  # None: the router chooses all.
   choices: chex.Array | None = None
   # Sharding of the leading axes of the tokens; None: one device.
   sharding: NamedSharding | None = None
-  # Tokens that an expert takes, relative to an even load; 0: all.
+  # Maximum number of tokens per expert, relative to an even load; 0: no limit.
   capacity: float = 0.0
 
 
 def kinds(config: ModelConfig) -> list[ExpertsKind]:
-  """Returns the experts of every layer that has some."""
+  """Returns the kind of the experts of every layer that has experts."""
   return [kind.mlp for kind in config.layers if _has_experts(kind)]
 
 
@@ -82,7 +82,7 @@ def _has_experts(kind: Any) -> bool:
 
 
 def check_mesh(config: ModelConfig, sharding: NamedSharding | None) -> None:
-  """Checks that an expert group divides the experts.
+  """Checks that the size of an expert group divides the number of experts.
 
   Raises:
     InputError: It does not.
@@ -93,12 +93,12 @@ def check_mesh(config: ModelConfig, sharding: NamedSharding | None) -> None:
     if kind.num_experts % size:
       raise InputError(
         f"config.mesh.expert={size} must divide the {kind.num_experts} experts"
-        " of a layer; choose another group, also for the sampler's mesh"
+        " of a layer; choose another size, also for the sampler's mesh"
       )
 
 
 def choices_shape(config: ModelConfig) -> jax.ShapeDtypeStruct:
-  """Returns the shape [layers · k] of a token's choices.
+  """Returns the shape [layers · k] and dtype of a token's choices.
 
   Raises:
     InputError: The model has no experts.
@@ -116,11 +116,11 @@ def choices_shape(config: ModelConfig) -> jax.ShapeDtypeStruct:
 def by_place(
   choices: chex.Array | None, places: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-  """Returns choices [R, C, layers · k] as [periods, R, C, k] for each place.
+  """Splits choices [R, C, layers · k] by place, into [periods, R, C, k] each.
 
   Args:
-    choices: those of all layers in order; None: none.
-    places: kinds of the layers of a period by name.
+    choices: choices of all layers in order, or None.
+    places: layer kinds of a period by name, see `transformer.places`.
   """
   if choices is None:
     return {}
@@ -138,19 +138,19 @@ def by_place(
 )
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """Matrices of experts [E, in, out], or their codes, and how they multiply."""
+  """Expert matrices [E, in, out] or their codes, and their numerics."""
 
   kernel: jax.Array
-  scale: jax.Array | None  # [E, ...], of the codes.
+  scale: jax.Array | None  # [E, ...], scales of the codes.
   numerics: Numerics
 
   def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Multiplies rows [N, in], sorted by expert; `sizes` [E] of each."""
+    """Multiplies rows [N, in] sorted by expert, with `sizes` [E] rows each."""
     x, kernel = self.numerics.operands(x, self.kernel, self.scale)
     return grouped_matmul(x, kernel, sizes, x.dtype)
 
   def batched(self, x: jax.Array) -> jax.Array:
-    """Multiplies equally many rows of each expert, [E, n, in]."""
+    """Multiplies the same number of rows for each expert, [E, n, in]."""
     x, kernel = self.numerics.operands(x, self.kernel, self.scale)
     y = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
     return y.astype(x.dtype)
@@ -185,20 +185,20 @@ class Experts(nnx.Module):
 
     Args:
       x: [B, T, D].
-      routing: facts about the tokens.
+      routing: properties of the tokens.
 
     Returns:
       [B, T, D], and auxiliary outputs, float32 [B, T]:
 
       balance: the load-balancing loss of each token, balance · E Σ_e f_e p_e,
-        where p is the token's distribution over experts and f_e the share of
-        all choices of valid tokens that fell on expert e.
-      metrics/expert_load: E max_e f_e, the load of the fullest expert relative
-        to the mean, divided by the number of layers.
-      metrics/expert_dropped: share of the token's choices that exceeded the
-        capacity, likewise; only with a capacity that some may exceed.
+        where p is the token's distribution over experts and f_e the fraction
+        of all choices of valid tokens that went to expert e.
+      metrics/expert_load: E max_e f_e, the load of the most loaded expert
+        relative to the mean, divided by the number of layers.
+      metrics/expert_dropped: fraction of the token's choices that exceeded the
+        capacity, divided by the number of layers; only if any may exceed it.
 
-      And `CHOICES`.
+      Also `CHOICES`, int [B, T, k].
     """
     kind, shape, experts = self.kind, x.shape[:2], self.kind.num_experts
     tokens = x.reshape(-1, x.shape[-1])
@@ -244,18 +244,18 @@ def _dispatch(experts, tokens, shape, routing: Routing, kind: ExpertsKind):
     experts: `Weights` by name.
     tokens: arrays [B · T, ...]: tokens, chosen experts, their weights, valid.
     shape: (B, T).
-    routing: facts about the tokens.
+    routing: properties of the tokens.
     kind: kind of the experts.
 
   Returns:
-    [B · T, D], and the kept share of each token's choices, float32 [B · T];
-    None if none can be dropped.
+    [B · T, D], and the fraction of each token's choices that was kept, float32
+    [B · T]; None if none can be dropped.
   """
   sharding = routing.sharding
   if sharding is None:
     return _local(experts, *tokens, (), routing.capacity, kind)
   mesh, axes = sharding.mesh, expert_axes(sharding.mesh)
-  # Devices that attention gives the same tokens take a part of them each.
+  # Devices that hold the same tokens in attention take a part of them each.
   *leading, last = (_names(axis) for axis in sharding.spec)
   split = (*leading, (*last, "tensor"))
   if len(split) == 2:
@@ -300,7 +300,7 @@ def _local(experts, x, chosen, weights, valid, axes, capacity, kind):
   """
   even = len(x) * kind.per_token / kind.num_experts
   limit = math.ceil(capacity * even)
-  if 0 < limit < len(x):  # Otherwise none can be dropped.
+  if 0 < limit < len(x):  # Otherwise no token can be dropped.
     slot, out = _limited(experts, x, chosen, valid, axes, limit, kind)
     kept = jnp.mean(slot < len(out), axis=1, dtype=jnp.float32)
     return _combined(out, slot, weights), kept
@@ -315,9 +315,9 @@ def _local(experts, x, chosen, weights, valid, axes, capacity, kind):
 
 
 def _dropless(experts, x, chosen, axes, kind):
-  """Returns the row of each choice [N, k], and rows [n, D] of the experts.
+  """Returns the output row of each choice [N, k], and output rows [n, D].
 
-  Rows of experts on other devices do not exist.
+  Choices of experts on other devices have an out-of-range row.
   """
   here = len(experts["down"].kernel)
   if axes:
@@ -331,7 +331,7 @@ def _dropless(experts, x, chosen, axes, kind):
   products = {name: grouped(w.grouped) for name, w in experts.items()}
   taken, slot = x[order[:rows] // kind.per_token], jnp.argsort(order)
   if axes:
-    # Products of rows after the last group are not defined.
+    # Products of rows after the last group are undefined.
     mine = jnp.arange(rows)[:, None] < jnp.sum(sizes)
     taken = jnp.where(mine, taken, 0)
     slot = jnp.where(slot < jnp.sum(sizes), slot, rows)
@@ -341,7 +341,7 @@ def _dropless(experts, x, chosen, axes, kind):
 def _limited(experts, x, chosen, valid, axes, limit, kind):
   """Like `_dropless`, with at most `limit` tokens of a device per expert.
 
-  The first tokens are taken, and padding is not.
+  Earlier tokens take precedence; padding is dropped.
   """
   ids = jnp.where(valid[:, None], chosen, kind.num_experts).reshape(-1)
   order = jnp.argsort(ids, stable=True)
@@ -369,6 +369,6 @@ def _mlp(products, rows):
 
 
 def _combined(out, slot, weights):
-  """Returns the weighted sum over the rows of each token; others count 0."""
+  """Returns each token's weighted sum of rows; missing rows count as 0."""
   out = out.at[slot].get(mode="fill", fill_value=0)
   return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)

@@ -24,15 +24,15 @@ from jaxrl_llm.models.numerics import FLOAT32, Numerics
 from jaxrl_llm.models.params import merge
 from jaxrl_llm.models.transformer import PackedRows
 
-_MAX_SURPRISE = 8.0  # Nats; a larger embedding would outgrow all others.
+_MAX_SURPRISE = 8.0  # Nats; a larger embedding would dominate the others.
 
 
 class ModelFns(NamedTuple):
   """A language model as pure functions of `params`, a plain nested dict.
 
-  `params` below is the stacked layout that trains and is stored, whole or in
-  two trees (`Params`); functions of the sampler take `sampler_params`, made
-  from it by `for_sampling`.
+  `params` below has the stacked layout of training and checkpoints, as one tree
+  or as two (`Params`). Functions of the sampler take `sampler_params`, which
+  `for_sampling` makes from it.
   """
 
   config: ModelConfig
@@ -41,10 +41,10 @@ class ModelFns(NamedTuple):
   # (params, PackedRows, temperature=1) -> (heads.TokenLogprobs of the targets,
   #  auxiliary losses of the model by name, [R, C], which training adds).
   logprobs: Callable[..., tuple[heads.TokenLogprobs, dict[str, jax.Array]]]
-  # (params, tokens [B,T], mask [B,T]) -> float32 [B,T,V]; tests and Colabs.
+  # (params, tokens [B,T], mask [B,T]) -> float32 [B,T,V]; for tests and Colabs.
   logits: Callable[..., jax.Array]
-  # (params, PackedRows, layers) -> [R,C,D], hidden states after so many layers,
-  #  for probes and heads.
+  # (params, PackedRows, layers) -> [R,C,D], hidden states after that many
+  #  layers, for probes and heads.
   states: Callable[..., jax.Array]
   # (params) -> sampler_params, in the sampler's dtype and layout.
   for_sampling: Callable[..., Any]
@@ -59,10 +59,10 @@ class ModelFns(NamedTuple):
   # (sampler_params, tokens [N,C]) -> the contiguous KV cache of N contexts.
   prefill: Callable[..., KVCache]
   # (sampler_params, kv_cache, BlockTables, tokens [S,Q], positions [S,Q],
-  #  writing [S,Q]) -> (logits [S,Q,V], kv_cache), and if there are `choices`
-  #  the experts of each token, [S,Q,layers · k].
+  #  writing [S,Q]) -> (logits [S,Q,V], kv_cache) and, if `choices` is set, the
+  #  experts of each token, [S,Q,layers · k].
   decode: Callable[..., tuple]
-  # Shape of what the sampler records for routing replay, of a token.
+  # Expert choices of a token that the sampler records for routing replay.
   choices: jax.ShapeDtypeStruct | None = None
 
   @property
@@ -72,28 +72,28 @@ class ModelFns(NamedTuple):
 
 
 class ValueFns(NamedTuple):
-  """A critic: the same backbone with a head of its own."""
+  """A critic: the same backbone with a value head."""
 
   config: ModelConfig
   # (key) -> params, float32.
   init: Callable[..., Any]
-  # (policy params) -> params: a copy of its backbone, a fresh head; of the
-  #  parameters of a critic, its head.
+  # (params of a policy or a critic) -> params: a copy of the backbone, and a
+  #  new head or a copy of the critic's head.
   from_policy: Callable[..., Any]
-  # (params, PackedRows) -> (what the head reads by name: `values`, float32
-  #  [R, C], and the other inputs of its loss, [R, C, ...]; auxiliary losses
-  #  [R, C]).
+  # (params, PackedRows) -> (outputs of the head by name: `values`, float32
+  #  [R, C], and the other inputs of its loss, [R, C, ...]; auxiliary losses by
+  #  name, [R, C]).
   outputs: Callable[..., tuple[dict[str, jax.Array], dict[str, jax.Array]]]
   # See `ModelFns`.
   shares_prompts: bool
   head: heads.ValueHead
-  count: int = 1  # Critics of an ensemble.
+  count: int = 1  # Number of critics in an ensemble.
 
 
 def _backbone_settings(
   config, numerics, remat_policy, kernels, sharding, expert_capacity
 ):
-  """Returns keywords of `transformer.hidden`, and whether it sees prefixes."""
+  """Returns arguments of `transformer.hidden`, and if it sees prefixes."""
   experts.check_mesh(config, sharding)
   kinds = config.attention_kinds
   make = choose(kernels, kinds, sharding).make_packed_attention
@@ -110,10 +110,10 @@ def _backbone_settings(
 
 
 def _on_rows(function, parts):
-  """Wraps a function of parameters and of rows in the order of the layers.
+  """Wraps a function of merged parameters and of rows in zigzag order.
 
-  Layers have rows in the order of `context.zigzag_shard`. The wrapper takes and
-  returns rows in their own order, and its parameters may be in two trees.
+  Layers process rows in the order of `context.zigzag_shard`. The wrapper takes
+  and returns rows in their original order, and accepts parameters in two trees.
   """
 
   def run(params, packed, *arguments):
@@ -156,8 +156,8 @@ def _states(params, packed, layers, *, settings):
 def _init_surprise(embedding):
   """Returns the embedding of one nat, float32 [D], half as long as a token's.
 
-  Its direction is random, but the same in every run. Starting from zeros, it
-  was learned a dozen training steps later on the embedded task.
+  Its direction is random, but the same in every run. When initialised to zeros,
+  it was learned a dozen training steps later on the embedded task.
   """
   direction = jax.random.normal(jax.random.key(0), embedding.shape[1:])
   return 0.5 * jnp.std(embedding) * direction
@@ -169,7 +169,7 @@ def _embed_surprise(params, logprobs):
   return nats[..., None] * params["surprise"]["kernel"][None, None]
 
 
-# Equal settings give the same functions, so that nothing is compiled twice.
+# Equal settings return the same functions, so that nothing is compiled twice.
 @functools.lru_cache(maxsize=16)
 def make_policy(
   config: ModelConfig,
@@ -190,11 +190,11 @@ def make_policy(
 
   Args:
     config: the architecture.
-    numerics: numerics of training; its weights are float32 masters.
+    numerics: numerics of training, with float32 master weights.
     sampler: numerics of the sampler; None: the dtype of the trainer's
-      activations throughout, and its products. With other numerics than the
-      trainer's, the sampler's log-probs differ by their rounding. On a CPU a
-      bfloat16 cache is several times slower than a float32 one.
+      activations throughout, and the trainer's matrix products. If the numerics
+      differ, the log-probs of sampler and trainer differ by rounding. On a CPU,
+      a bfloat16 cache is several times slower than a float32 cache.
     remat_policy: activations that the backward pass recomputes, one of
       `transformer.REMAT_POLICIES`.
     head_chunk: time steps per application of the vocabulary head; 0: see
@@ -207,15 +207,15 @@ def make_policy(
       `sharding.slot_sharding`; None: one device.
     kv_block: tokens per block of keys and values in the sampler's kernels; 0:
       chosen by shape.
-    expert_capacity: tokens that an expert takes in training, relative to an
-      even load; 0: all.
-    replay_routing: whether the sampler records the experts that it chooses, and
-      training uses these.
+    expert_capacity: maximum number of tokens per expert in training, relative
+      to an even load; 0: no limit.
+    replay_routing: whether the sampler records its expert choices and training
+      reuses them.
 
   Raises:
-    InputError: The backend does not support this model on these devices, an
-      expert group does not divide the experts, or there are no experts whose
-      routing could be replayed.
+    InputError: The backend does not support this model on these devices, the
+      size of an expert group does not divide the number of experts, or there
+      are no experts whose routing could be replayed.
   """
   bind = functools.partial
   settings, sees_prefixes = _backbone_settings(
@@ -274,8 +274,8 @@ def make_value(
     config, numerics, remat_policy, kernels, sharding, expert_capacity: as in
       `make_policy`.
     reads_logprobs: whether the critic also reads the log-prob of each token
-      under the policy that sampled it, `PackedRows.logprobs`. Only the policy's
-      head knows which tokens it finds unlikely, and a critic lacks that head.
+      under the policy that sampled it, `PackedRows.logprobs`. Which tokens the
+      policy finds unlikely depends on its head, which a critic lacks.
     head: turns the outputs of a linear layer into values.
   """
   settings, sees_prefixes = _backbone_settings(
@@ -284,9 +284,9 @@ def make_value(
   parts = context.num_shards(sharding, 1)
 
   def from_policy(params):
-    """Copies the backbone; a head that it does not have is zero.
+    """Copies the backbone and the value head; a new head is zero.
 
-    Of a policy with adapters it copies the base, with which training begins.
+    Adapters are not copied: training starts from the base.
     """
     size = head.outputs
     zeros = {

@@ -1,4 +1,4 @@
-"""Products of rows with the matrix of their group, by platform."""
+"""Grouped matrix products: each row times the matrix of its group."""
 
 import functools
 
@@ -6,24 +6,24 @@ import chex
 import jax
 import jax.numpy as jnp
 
-_MAX_SIZE = 2**31  # Numbers of an array: offsets in kernels have 32 bits.
+_MAX_SIZE = 2**31  # Elements of an array: kernels use 32-bit offsets.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=[3])
 def grouped_matmul(
   x: chex.Array, kernel: chex.Array, sizes: chex.Array, dtype: jnp.dtype
 ) -> jax.Array:
-  """Multiplies each row with the matrix of its group; sums are float32.
+  """Multiplies each row by the matrix of its group, with float32 sums.
 
-  A Pallas kernel on GPUs, where `jax.lax.ragged_dot` has a copy of the rows for
-  every group; XLA elsewhere. The arrays are those of one device.
+  Uses a Pallas kernel on GPUs, where `jax.lax.ragged_dot` copies the rows for
+  every group, and XLA elsewhere. The arrays are those of one device.
 
   Args:
     x: [N, in], sorted by group.
     kernel: [E, in, out], in the dtype of x.
-    sizes: int32 [E], rows of each group; the product of the rows after them is
-      not defined.
-    dtype: of the result.
+    sizes: int32 [E], rows of each group; the products of any further rows are
+      undefined.
+    dtype: dtype of the result.
 
   Returns:
     [N, out].

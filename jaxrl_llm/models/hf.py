@@ -1,7 +1,7 @@
 """Reading and writing Hugging Face model directories.
 
-Reading checks everything before a weight is used. Writing leaves a directory
-either complete or without weights, never with a mixture.
+Reading validates everything before a weight is used. Writing leaves a directory
+either complete or without weights, never with a mixture of old and new files.
 """
 
 import os
@@ -44,7 +44,7 @@ _EXTRA_FILES = (
 _WITH_EXTRAS = re.compile(
   "|".join([_WRITTEN.pattern, *map(re.escape, _EXTRA_FILES)])
 )
-# Ends of the names of classes in transformers.
+# Suffixes of class names in transformers.
 _POLICY, _CRITIC = "ForCausalLM", "ForTokenClassification"
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -52,7 +52,7 @@ Params = dict[str, Any]
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelConfig:
-  """Reads `config.json` of the directory of a model, which may be a critic.
+  """Reads the `config.json` of a policy or a critic.
 
   Raises:
     InputError: the directory or file is missing, damaged or not supported.
@@ -83,7 +83,7 @@ def _read_json_config(
 
 
 def _architecture(values: Mapping[str, Any]) -> str:
-  """Returns the name of the class in config.json; '' if there is none."""
+  """Returns the class name in config.json, or '' if there is none."""
   names = values.get("architectures")
   return str(names[0]) if isinstance(names, list) and names else ""
 
@@ -94,7 +94,7 @@ def read_critic(
   head: ValueHead,
   place: Callable[[Params], Params],
 ) -> Params:
-  """Reads the weights of a critic, or of a policy for one with a new head.
+  """Reads the weights of a critic, or of a policy to initialise one from.
 
   Args:
     path: model directory.
@@ -103,18 +103,19 @@ def read_critic(
     place: shapes of parameters -> their shardings.
 
   Returns:
-    Nested dict of float32 arrays, with the head of the directory.
+    Nested dict of float32 arrays, with the head that the directory contains.
 
   Raises:
-    InputError: files are missing or damaged, or the head is another one.
+    InputError: files are missing or damaged, or the heads differ.
   """
   outputs = head.outputs if is_critic(path) else None
   file, values = _read_json_config(path)
   saved, support = values.get("value_support"), head.support and [*head.support]
   if outputs and saved != support:
     raise InputError(
-      f"{file}: the values of this critic are over {saved}, and those of"
-      f" config.value over {support}; set value.head, low and high to its"
+      f"{file}: value_support of this critic is {saved}, but that of"
+      f" config.value is {support}; set value.head, value.low and value.high to"
+      " match the critic"
     )
   shapes = traverse_util.unflatten_dict(shapes_of(config.base, outputs))
   settings = {"dtype": jnp.float32, "outputs": outputs}
@@ -131,8 +132,8 @@ def read_params(
 ) -> Params:
   """Reads the weights of a model directory into a nested dict.
 
-  Devices get their parts directly from the files: besides the result, one part
-  and one tensor are in host memory at a time.
+  Each device's part is read directly from the files: besides the result, only
+  one part and one tensor are in host memory at a time.
 
   Args:
     path: directory with `model.safetensors`, or `model.safetensors.index.json`
@@ -141,12 +142,12 @@ def read_params(
     dtype: dtype of the result.
     places: nested dict like the result with the sharding of each parameter,
       which may include devices of other processes; None: the default device.
-    outputs: outputs of the value head that takes the place of the policy's;
-      None: the head is the policy's.
+    outputs: number of outputs of the value head that replaces the policy's
+      head; None: a policy.
 
   Returns:
-    Nested dict shaped as `transformer.param_shapes(config.base)`, but for what
-    the base of adapters stores in fewer bits.
+    Nested dict shaped like `transformer.param_shapes(config.base)`, except for
+    kernels that the base of adapters stores in fewer bits.
 
   Raises:
     InputError: files are missing or damaged, or do not fit the configuration.
@@ -161,16 +162,16 @@ def from_arrays(
   config: ModelConfig,
   outputs: int | None = None,
 ) -> Params:
-  """Builds parameters, or what has their shapes, from arrays by tensor name.
+  """Builds parameters, or arrays of their shapes, from arrays by tensor name.
 
   Args:
-    listing: where the arrays are from, for messages.
+    listing: source of the arrays, for messages.
     arrays: floating-point arrays in the layout of a model's files.
     config: configuration of the model.
     outputs: as in `read_params`.
 
   Returns:
-    Nested dict of float32 arrays on the default device, as of `read_params`.
+    Nested dict of float32 arrays on the default device; see `read_params`.
 
   Raises:
     InputError: the arrays do not fit the configuration, or are not finite.
@@ -192,7 +193,7 @@ def to_arrays(
 
 
 def _from_tensors(listing, tensors, config, dtype, places, outputs) -> Params:
-  """Builds parameters of opened tensors; arguments as of `read_params`."""
+  """Builds parameters from open tensors; for arguments see `read_params`."""
   hf_files.check_tensors(listing, tensors, tensor_shapes(config, outputs))
   flat_places = traverse_util.flatten_dict(places or {})
   params = {}
@@ -208,7 +209,7 @@ def _from_tensors(listing, tensors, config, dtype, places, outputs) -> Params:
 def _stored(
   params: Params, adapters: Adapters, places: Mapping[str, Any]
 ) -> Params:
-  """Quantises a parameter, before the next one needs memory; paths are flat."""
+  """Quantises a parameter before the next one is read; paths are flat."""
 
   def store(params):
     stored = adapters.store(traverse_util.unflatten_dict(params))
@@ -263,7 +264,7 @@ def _read(
     if not np.isfinite(part_of).all():
       raise InputError(
         f"{tensors[name].path}: tensor {name!r} has values that are not finite"
-        f" as {array.dtype}; get the model again"
+        f" as {array.dtype}; download the model again"
       )
   return array
 
@@ -279,25 +280,25 @@ def write_params(
 ) -> None:
   """Writes a model directory that `transformers` loads.
 
-  The tensors of one shard are in host memory at a time (twice with safetensors
-  before 0.8). Weights of an earlier call are replaced; the file that makes the
-  new ones loadable is written last.
+  Only the tensors of one shard are in host memory at a time (twice with
+  safetensors before 0.8). Weights of an earlier call are replaced; the file
+  that makes the new weights loadable is written last.
 
   Args:
     path: directory, created if necessary.
     config: configuration of the model.
-    params: nested dict shaped as `transformer.param_shapes(config.base)`, with
+    params: nested dict shaped like `transformer.param_shapes(config.base)`, in
       the dtypes of the file.
     max_shard_bytes: maximum size of a file in bytes, unless one tensor is
       larger.
     extra_files_from: a model directory whose tokenizer files, generation
-      settings and special token ids replace those of the directory.
-    head: head of a critic, which is written as a token classifier with a label
-      for each output; None: the model is a policy.
+      settings and special token ids replace those in `path`.
+    head: head of a critic, which is written as a token classifier with one
+      label per output; None: the model is a policy.
 
   Raises:
     ValueError: the parameters do not fit the configuration.
-    InputError: The directory cannot be written, or the other one not read.
+    InputError: `path` cannot be written, or `extra_files_from` not read.
   """
   check_number("max_shard_bytes", max_shard_bytes, "[1, inf)")
   outputs = head and head.outputs
@@ -309,7 +310,7 @@ def write_params(
     values["architectures"] = [name + _CRITIC]
     values["id2label"] = {k: f"value_{k}" for k in range(outputs)}
     values["value_support"] = head.support
-  # The key of the dtype that every release of transformers reads.
+  # The dtype key that every release of transformers reads.
   values["torch_dtype"] = entries[0].array.dtype.name
   first = hf_files.INDEX, hf_files.SINGLE
   written = _WITH_EXTRAS if source else _WRITTEN
@@ -332,8 +333,8 @@ def write_adapters(
     path: directory, created if necessary. Adapters of an earlier call are
       replaced.
     config: configuration of the model, with adapters.
-    params: nested dict of the factors alone.
-    base: name or path of the model that they belong to.
+    params: nested dict of the adapter factors only.
+    base: name or path of the base model.
 
   Raises:
     InputError: The directory cannot be written.
@@ -402,7 +403,7 @@ def copy_settings(source: str | os.PathLike[str], to: pathlib.Path) -> None:
 def has_settings(path: str | os.PathLike[str], copy: pathlib.Path) -> bool:
   """Returns whether a directory has the files that `copy_settings` copied.
 
-  Weights are not compared: of large models this would take minutes.
+  Weights are not compared: for large models this would take minutes.
   """
   names = (hf_files.CONFIG, *_EXTRA_FILES)
   read = lambda file: file.read_bytes() if file.is_file() else None
@@ -413,7 +414,7 @@ def has_settings(path: str | os.PathLike[str], copy: pathlib.Path) -> bool:
 def _write_weights(
   stage: pathlib.Path, entries: list[Entry], limit: int
 ) -> None:
-  """Writes one file, or several and the index that names them."""
+  """Writes one weight file, or several files and their index."""
   tensors = {entry.name: entry for entry in entries}
   split = split_state_dict_into_shards_factory(
     tensors,

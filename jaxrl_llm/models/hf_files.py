@@ -1,4 +1,4 @@
-"""Files of a Hugging Face model directory, all of them untrusted."""
+"""Files of a Hugging Face model directory, all treated as untrusted."""
 
 import contextlib
 import json
@@ -59,14 +59,14 @@ def directory(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def member(directory: pathlib.Path, name: str) -> pathlib.Path:
-  """Returns a regular file of the directory, or a link to one, by its name.
+  """Returns the path of a regular file in the directory, or of a link to one.
 
   Links are followed because download caches consist of them.
   """
   if not _FILE_NAME.fullmatch(name):
     raise InputError(
-      f"{directory}: {name[:80]!r} is not a plain file name; get the model"
-      " again"
+      f"{directory}: {name[:80]!r} is not a plain file name; download the"
+      " model again"
     )
   file = directory / name
   if not file.is_file():
@@ -82,10 +82,10 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     raise InputError(f"{file}: cannot be read ({error.strerror})") from None
   except (ValueError, RecursionError) as error:
     raise InputError(
-      f"{file}: not valid JSON ({str(error)[:120]}); get the file again"
+      f"{file}: not valid JSON ({str(error)[:120]}); download it again"
     ) from None
   if not isinstance(values, dict):
-    raise InputError(f"{file}: must hold a JSON object; get the file again")
+    raise InputError(f"{file}: must contain a JSON object; download it again")
   return values
 
 
@@ -96,8 +96,8 @@ def _read_header(path: pathlib.Path) -> dict[str, Tensor]:
   except (OSError, safetensors.SafetensorError) as error:
     # repr, because the message may quote arbitrary bytes of the file.
     raise InputError(
-      f"{path}: cannot be read as safetensors ({str(error)[:120]!r}); get the"
-      " file again"
+      f"{path}: cannot be read as safetensors ({str(error)[:120]!r});"
+      " download it again"
     ) from None
   tensors = {}
   for name in file.keys():
@@ -150,13 +150,13 @@ def _read_shards(index: pathlib.Path) -> dict[str, Tensor]:
     isinstance(shard, str) for shard in weight_map.values()
   ):
     raise InputError(
-      f"{index}: key 'weight_map' must map tensor names to file names; get the"
-      " file again"
+      f"{index}: key 'weight_map' must map tensor names to file names;"
+      " download it again"
     )
   directory, shards = index.parent, sorted(set(weight_map.values()))
   if (directory / SINGLE).exists() and SINGLE not in shards:
     raise InputError(
-      f"{directory}: holds both {SINGLE} and {INDEX}; remove the one that"
+      f"{directory}: contains both {SINGLE} and {INDEX}; remove the one that"
       " does not belong to this model"
     )
   tensors, found = {}, set()
@@ -168,7 +168,7 @@ def _read_shards(index: pathlib.Path) -> dict[str, Tensor]:
     if not _HARMLESS.fullmatch(name):
       raise InputError(
         f"{index}: tensor {name[:80]!r} must be both listed and stored in"
-        f" {shard}; get the files again"
+        f" {shard}; download the files again"
       )
   return tensors
 
@@ -178,35 +178,35 @@ def check_tensors(
   tensors: Mapping[str, Tensor],
   shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-  """Names and shapes must be those of the configuration, exactly.
+  """Checks that names and shapes match the configuration exactly.
 
   Args:
     listing: the file that lists the tensors, for messages.
-    tensors: what the files hold.
-    shapes: what the configuration asks for, by tensor name.
+    tensors: tensors in the files, by name.
+    shapes: shapes that the configuration requires, by tensor name.
 
   Raises:
-    InputError: a tensor is missing, has another shape, or has no place.
+    InputError: a tensor is missing, unexpected or of the wrong shape.
   """
   different = {
     name
     for name in shapes.keys() ^ tensors.keys()
     if not _HARMLESS.fullmatch(name)
   }
-  # Some exports write a tied head as well; it must be the embedding.
+  # Some exports also write a tied head; it must equal the embedding.
   tied_head = different == {_HEAD} and _HEAD in tensors
   if different and not tied_head:
     name = min(different)
-    problem = "is missing" if name in shapes else "has no place"
+    problem = "is missing" if name in shapes else "is unexpected"
     raise InputError(
-      f"{listing}: tensor {name[:80]!r} {problem} by the configuration; use"
-      " files of one model"
+      f"{listing}: tensor {name[:80]!r} {problem} according to the"
+      " configuration; use files of one model"
     )
   for name, shape in shapes.items():
     if tensors[name].shape != shape:
       raise InputError(
         f"{tensors[name].path}: tensor {name!r} has shape"
-        f" {list(tensors[name].shape)} where the configuration asks for"
+        f" {list(tensors[name].shape)}, but the configuration requires"
         f" {list(shape)}; use files of one model"
       )
   if tied_head and not np.array_equal(
@@ -219,7 +219,7 @@ def check_tensors(
 
 
 def write_json(file: pathlib.Path, values: Mapping[str, Any]) -> None:
-  """Writes a file with one JSON object, its keys sorted."""
+  """Writes a file with one JSON object and sorted keys."""
   text = json.dumps(values, indent=2, sort_keys=True) + "\n"
   file.write_text(text, encoding="utf-8")
 
@@ -228,15 +228,16 @@ def write_json(file: pathlib.Path, values: Mapping[str, Any]) -> None:
 def published(
   path: str | os.PathLike[str], written: re.Pattern, *, first: Collection[str]
 ) -> Iterator[pathlib.Path]:
-  """Yields a folder whose files then move into place; a kill leaves no mixture.
+  """Yields a staging folder whose files are then moved into place.
 
-  The file that a reader opens first is removed first and written last. In
-  between, loading fails because it is missing.
+  The file that a reader opens first is removed first and written last. If the
+  process is killed in between, loading fails because this file is missing, and
+  old and new files are never mixed.
 
   Args:
     path: directory of the files, created if necessary.
-    written: names of files of earlier calls, which are removed.
-    first: names of the file that a reader opens first.
+    written: pattern of the files of earlier calls, which are removed.
+    first: possible names of the file that a reader opens first.
 
   Raises:
     InputError: The directory cannot be written.
@@ -249,7 +250,7 @@ def published(
       yield stage
       text = next(stage.glob("*.json"))
       for file in stage.iterdir():
-        # Safetensors may restrict a file to its owner.
+        # Safetensors may make a file readable by its owner only.
         shutil.copymode(text, file)
         files.to_disk(file)
       old = [x for x in directory.iterdir() if written.fullmatch(x.name)]
@@ -261,5 +262,5 @@ def published(
   except (OSError, safetensors.SafetensorError) as error:
     raise InputError(
       f"{directory}: cannot be written ({error}); choose another directory or"
-      " make room"
+      " free disk space"
     ) from None

@@ -28,7 +28,7 @@ class Leaf(NamedTuple):
   path: tuple[str, ...]  # Path in the parameter tree.
   shape: tuple[int, ...]  # Including the stacked axes, if any.
   name: str  # Name of its tensors, with {} for each stacked axis.
-  stacks: tuple[range, ...]  # Numbers in names along the stacked axes.
+  stacks: tuple[range, ...]  # Indices in the names, by stacked axis.
 
   @property
   def transposed(self) -> bool:
@@ -42,7 +42,7 @@ class Leaf(NamedTuple):
     return shape[::-1] if self.transposed else shape
 
   def names(self) -> list[str]:
-    """Returns the names of its tensors, in the order of its parts."""
+    """Returns the names of its tensors, in the order of the stacked axes."""
     return [self.name.format(*at) for at in itertools.product(*self.stacks)]
 
 
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
   name: str
   leaf: Leaf
-  array: Any  # All parts, on any devices.
+  array: Any  # The entire leaf, on any devices.
   part: tuple[int, ...]  # Index along the stacked axes.
 
   @property
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 
 
 def shapes_of(config: ModelConfig, outputs: int | None) -> dict[tuple, Any]:
-  """Returns the shapes by path; see `read_params` for `outputs`."""
+  """Returns parameter shapes by path; see `read_params` for `outputs`."""
   shapes = traverse_util.flatten_dict(transformer.param_shapes(config))
   if outputs is None:
     return shapes
@@ -117,12 +117,12 @@ def entries_of(
   for path in wanted | found:
     if wanted.get(path) != found.get(path):
       raise ValueError(
-        f"params at {'/'.join(path)}: shape must be {wanted.get(path)} by the"
-        f" policy's configuration, got {found.get(path)}"
+        f"params at {'/'.join(path)}: the configuration requires shape"
+        f" {wanted.get(path)}, got {found.get(path)}"
       )
   for array in arrays.values():
     if array.dtype not in hf_files.DTYPES.values():
-      raise ValueError(f"dtype of weights must be floating, got {array.dtype}")
+      raise ValueError(f"weights must have a float dtype, got {array.dtype}")
   return [
     Entry(name, leaf, arrays[path], part)
     for path, leaf in leaves.items()

@@ -38,12 +38,12 @@ class BlockTables(NamedTuple):
 def make_block_tables(
   page_indices: np.ndarray, *, shards: int, pages: int, page_size: int
 ) -> BlockTables:
-  """Makes block tables on the host; their shapes follow from the arguments'.
+  """Makes block tables on the host, with shapes determined by the arguments.
 
   Args:
     page_indices: int32 [S, N].
     shards: number of shards, D.
-    pages: pages of a shard that are used, P.
+    pages: number of pages in use per shard, P.
     page_size: tokens per page.
   """
   slots, width = page_indices.shape
@@ -71,13 +71,13 @@ def page_and_offset(
   pages: int,
   page_size: int,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the page of each token, P if it is not written, and its offset.
+  """Returns the page of each token (P if it is not written) and its offset.
 
   Args:
     page_indices: int32 [S, N], as in `BlockTables`.
     positions: int32 [S, Q], positions of the tokens in their sequences.
     writing: bool [S, Q], whether the token is written.
-    pages: pages of a shard, P.
+    pages: pages per shard, P.
     page_size: tokens per page.
   """
   block = positions // page_size
@@ -94,14 +94,14 @@ def write_tokens(
   positions: chex.Array,
   writing: chex.Array,
 ) -> jax.Array:
-  """Writes Q new tokens per slot into pages that keep a token in one piece.
+  """Writes Q new tokens per slot into pages that store tokens contiguously.
 
   Args:
     layer: [D, P, page_size, ...].
     new: [S, Q, ...], in the dtype of the layer.
     page_indices: int32 [S, N], as in `BlockTables`.
     positions: int32 [S, Q].
-    writing: bool [S, Q]; other tokens leave no trace.
+    writing: bool [S, Q], tokens to write; others leave the layer as is.
   """
   shards, pages, page_size = layer.shape[:3]
   page, offset = page_and_offset(
@@ -194,7 +194,7 @@ def by_segment(function, layer, pages):
 
 
 def _token_axis(paged, contiguous):
-  """Returns the axis of a contiguous array with its tokens.
+  """Returns the token axis of a contiguous array.
 
   If T = page_size, a sequence is one page, and any axis will do.
   """

@@ -1,20 +1,19 @@
 """Layers of the decoder: linear, RMS norm, rotary attention, gated MLP.
 
-Modules have parameters and arithmetic only. Attention over packed rows, a
+Modules contain only parameters and arithmetic. Attention over packed rows, a
 prefill or a decode cache is passed in as an `attend` function, so that trainer
 and sampler run the same layer.
 
-A kind of layer is a hashable record. Attention backends and rotary tables are
-made for its `attention`, an `AttentionKind`. Its method
-`make(config, numerics, rngs)` makes the module of a layer:
+A layer kind is a hashable record. Attention backends and rotary tables are made
+for its `attention`, an `AttentionKind`. Its method
+`make(config, numerics, rngs)` returns the module of a layer:
 
   module(x [B,T,D], (cos, sin), attend, routing) -> (x, KV cache, {name: [B,T]})
 
-`routing`, an `experts.Routing`, has facts about the tokens, such as which are
-padding. The last result has auxiliary outputs, a number for every token.
-Training adds them as losses, reduced over tokens like the main loss; of those
-whose names begin with 'metrics/' it logs the mean over tokens. The sampler
-drops them.
+`routing`, an `experts.Routing`, has properties of the tokens, such as which are
+padding. The last result has auxiliary outputs, one number per token. Training
+adds them as losses, reduced over tokens like the main loss, or logs their mean
+over tokens if their names begin with 'metrics/'. The sampler ignores them.
 """
 
 import dataclasses
@@ -91,7 +90,7 @@ class Linear(Matrix):
   def __call__(self, x: chex.Array) -> jax.Array:
     y = self.numerics.product(x, *self.stored())
     if self.adapter_scale is not None:
-      # XLA would multiply W and A at once, by a copy of both side by side.
+      # Otherwise XLA merges the products with W and A, and concatenates both.
       low = jax.lax.optimization_barrier(x)
       low = matmul(low, self.lora_a[...].astype(x.dtype))
       low = matmul(low, self.lora_b[...].astype(x.dtype))
@@ -104,7 +103,7 @@ class Linear(Matrix):
 class RMSNorm(nnx.Module):
   """x / sqrt(mean(x²) + ε) · scale, statistics in float32.
 
-  Zero-centered, it multiplies by 1 + scale, in float32.
+  If zero-centered, multiplies by 1 + scale instead, in float32.
   """
 
   def __init__(self, size: int, epsilon: float, *, zero_centered: bool = False):
@@ -125,7 +124,7 @@ class RMSNorm(nnx.Module):
 
 
 def make_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
-  """Makes a norm of a model, over its width unless given."""
+  """Makes a norm of a model, over its width unless `size` is given."""
   centered = families.get(config.family).zero_centered_norms
   size = size or config.hidden_size
   return RMSNorm(size, config.rms_norm_eps, zero_centered=centered)
@@ -144,8 +143,8 @@ class AttentionKind:
   output_bias: bool  # Bias of the o projection.
   qk_norm: bool = False  # RMSNorm of q and k over head_dim, before rope.
   rotary: bool = True  # Whether positions are encoded (otherwise NoPE).
-  window: int | None = None  # Positions that a query sees, its own included.
-  query_scale: float = 1.0  # Factor of scores besides 1 / √head_dim.
+  window: int | None = None  # Positions that a query sees, including its own.
+  query_scale: float = 1.0  # Factor of scores on top of 1 / √head_dim.
 
 
 class Attention(nnx.Module):
@@ -226,7 +225,7 @@ class MLP(nnx.Module):
   def __call__(
     self, x: chex.Array, routing: Any
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    del routing  # A token depends on no other one.
+    del routing  # Tokens are processed independently.
     return self.down(self.activation(self.gate(x)) * self.up(x)), {}
 
 
@@ -235,10 +234,10 @@ class DecoderKind:
   """Kind of a pre-norm layer: attention, then an MLP or experts."""
 
   attention: AttentionKind
-  # `MlpKind`, or another record whose `make(config, numerics, rngs)` makes a
+  # `MlpKind`, or another record whose `make(config, numerics, rngs)` returns a
   # module: (x [B,T,D], routing) -> (out [B,T,D], auxiliary outputs).
   mlp: Any
-  output_norms: bool = False  # Norms of both outputs, before they are added.
+  output_norms: bool = False  # Whether outputs are normed before being added.
 
   def make(self, *settings: Any) -> "DecoderLayer":
     """Makes the module of a layer; see the module docstring."""
@@ -246,7 +245,7 @@ class DecoderKind:
 
 
 class DecoderLayer(nnx.Module):
-  """Pre-norm transformer layer; auxiliary outputs are those of its MLP."""
+  """Pre-norm transformer layer; returns the auxiliary outputs of its MLP."""
 
   def __init__(
     self,
@@ -297,7 +296,7 @@ class Embed(nnx.Module):
 def rotary_tables(
   positions: chex.Array, frequencies: chex.Array, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-  """Scaled cos and sin of position · frequency, [..., T, 1, d / 2] float32."""
+  """Returns scaled cos and sin of position · frequency, [..., T, 1, d / 2]."""
   angles = positions.astype(jnp.float32)[..., None, None] * _align(
     jnp.asarray(frequencies, jnp.float32), positions.ndim + 2
   )
@@ -305,7 +304,7 @@ def rotary_tables(
 
 
 def rotate(x: chex.Array, cos: chex.Array, sin: chex.Array) -> jax.Array:
-  """Rotary embedding of x [B, T, heads, d], pairs (i, i + d/2).
+  """Applies the rotary embedding to x [B, T, heads, d], pairs (i, i + d/2).
 
   Reference: Su et al. 2021, arXiv 2104.09864, with the half-split pairing of
   the Hugging Face checkpoints.
@@ -318,5 +317,5 @@ def rotate(x: chex.Array, cos: chex.Array, sin: chex.Array) -> jax.Array:
 
 
 def _align(x: jax.Array, ndim: int) -> jax.Array:
-  """Adds leading axes, since the tests forbid silent rank promotion."""
+  """Adds leading axes, because tests forbid implicit rank promotion."""
   return x.reshape((1,) * (ndim - x.ndim) + x.shape)

@@ -1,19 +1,19 @@
-"""Numerics: how a model stores its weights, and its matrix products.
+"""Numerics: storage formats of weights, and matrix products.
 
-A matrix in few bits is stored as codes and scales, W = values(codes) · scales,
-where the elements of a block share a scale. A block of zeros stays zero.
+A low-bit matrix is stored as codes and scales, W = values(codes) · scales. The
+elements of a block share a scale. A block of zeros stays zero.
 
   name  codes           block      scale
   int8  int8            a column   max |w| / 127
   fp8   float8_e4m3fn   128 x 128  max |w| / 448
-  nf4   uint8, of two   64 x 1     max |w|
+  nf4   uint8, 2 each   64 x 1     max |w|
 
 The 16 values of nf4 are quantiles of a normal distribution.
 
 References:
   Dettmers et al. 2023, QLoRA, arXiv 2305.14314 (nf4, without quantised scales).
   DeepSeek-AI 2024, DeepSeek-V3, arXiv 2412.19437, section 3.3 (blocks of fp8).
-  Xi et al. 2026, Jet-RL, arXiv 2601.14243 (fp8 in trainer and sampler alike).
+  Xi et al. 2026, Jet-RL, arXiv 2601.14243 (fp8 in both trainer and sampler).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 
-SCALE = "kernel_scale"  # Name of the scales beside a `kernel` of codes.
+SCALE = "kernel_scale"  # Name of the scales next to a `kernel` of codes.
 _NF4 = np.array(
   [
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -43,7 +43,7 @@ _NF4 = np.array(
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-  """A storage format of matrices [..., in, out] in few bits.
+  """A low-bit storage format of matrices [..., in, out].
 
   Attributes:
     block: rows and columns of a block; 0: all. Blocks at the end may be
@@ -57,7 +57,7 @@ class Format:
   encode: Callable[[jax.Array], jax.Array]
 
   def quantise(self, w: chex.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns codes and scales, float32 [..., blocks, blocks], of a matrix."""
+    """Returns codes and float32 scales [..., blocks, blocks] of a matrix."""
     w = w.astype(jnp.float32)
     scales = jnp.abs(w)
     for axis, block in zip((-2, -1), self.block):
@@ -73,12 +73,12 @@ class Format:
     return self.encode(w / self._spread(scales, w.shape)), scales
 
   def dequantise(self, codes: chex.Array, scales: chex.Array) -> jax.Array:
-    """Returns the matrix of codes and scales, float32."""
+    """Returns the float32 matrix that codes and scales represent."""
     w = _values(codes)
     return w * self._spread(scales, w.shape)
 
   def _spread(self, scales, shape):
-    """Repeats scales over their blocks, as far as they do not broadcast."""
+    """Repeats scales over their blocks, unless they broadcast."""
     for axis, block in zip((-2, -1), self.block):
       if scales.shape[axis] not in (1, shape[axis]):
         scales = jnp.repeat(scales, block, axis=axis)
@@ -88,7 +88,7 @@ class Format:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def rounded(form: Format, w: chex.Array) -> jax.Array:
-  """Returns W after rounding to a format; the gradient is that of W."""
+  """Returns W rounded to a format, with a straight-through gradient."""
   return form.dequantise(*form.quantise(w)).astype(w.dtype)
 
 
@@ -100,8 +100,8 @@ def _rounded_jvp(form, primals, tangents):
 def _encode_nf4(x):
   if x.shape[-2] % 2:
     raise InputError(
-      f"nf4 stores pairs of rows, and a matrix of the model has {x.shape[-2]};"
-      " use model.base_dtype='int8'"
+      f"nf4 stores pairs of rows, but a matrix of the model has {x.shape[-2]}"
+      " rows; use model.base_dtype='int8'"
     )
   middles = (_NF4[1:] + _NF4[:-1]) / 2
   codes = sum((x > middle).astype(jnp.uint8) for middle in middles)
@@ -113,7 +113,7 @@ def _values(codes):
   """Returns the values of codes, float32 [..., in, out]."""
   if codes.dtype != jnp.uint8:
     return codes.astype(jnp.float32)
-  # A tree of selections runs in registers, where a table would be gathered.
+  # A tree of selects runs in registers; a table lookup would be a gather.
   halves = []
   for first in (0, 4):
     values = [jnp.float32(x) for x in _NF4]
@@ -135,12 +135,12 @@ FORMATS: Mapping[str, Format] = {
   "nf4": Format((64, 1), 1, _encode_nf4),
 }
 _BY_CODES = {"int8": "int8", "float8_e4m3fn": "fp8", "uint8": "nf4"}
-# Products that training can use too: '' is that of the activations' dtype.
+# Matrix products that training supports too; '' uses the activations' dtype.
 MATMULS = ("", "fp8", "int8")
 
 
 def quantise_kernels(params: Any, name: str) -> Any:
-  """Replaces the kernels in a nested dict by codes and scales."""
+  """Replaces the kernels in a nested dict with codes and scales."""
   if not isinstance(params, dict):
     return params
   params = {key: quantise_kernels(x, name) for key, x in params.items()}
@@ -150,24 +150,24 @@ def quantise_kernels(params: Any, name: str) -> Any:
 
 
 def dequantise(codes: chex.Array, scales: chex.Array) -> jax.Array:
-  """Returns the float32 matrix of codes and scales of any format."""
+  """Returns the float32 matrix that codes and scales of any format encode."""
   return FORMATS[_BY_CODES[codes.dtype.name]].dequantise(codes, scales)
 
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-  """Dtypes and matrix product of a model, for its trainer or its sampler."""
+  """Dtypes and matrix products of a model, in the trainer or the sampler."""
 
   weights: Any = jnp.float32  # Stored weights.
-  activations: Any = jnp.float32  # Activations; products sum in float32.
+  activations: Any = jnp.float32  # Activations; products accumulate in float32.
   kv: Any = jnp.float32  # Keys and values in the cache.
   # Format in which linear layers multiply, one of `MATMULS`. 'fp8' rounds
   # activations too, in blocks of 1 x 128.
   matmul: str = ""
-  quantised: bool = False  # Whether their kernels are stored in that format.
+  quantised: bool = False  # Whether kernels are stored in that format.
 
   def to_cache(self, x: chex.Array) -> jax.Array:
-    """Clips keys or values to the range of the cache, where others are NaN."""
+    """Clips keys or values to the cache's range; others would become NaN."""
     if jnp.dtype(self.kv).itemsize > 1:
       return x
     limit = float(jnp.finfo(self.kv).max)
@@ -175,18 +175,18 @@ class Numerics:
 
   @classmethod
   def all(cls, dtype: Any, *, kv: Any = None, matmul: str = "") -> "Numerics":
-    """Makes numerics of one dtype, with `kv` in another one if given.
+    """Makes numerics of one dtype, except for `kv` if given.
 
-    Kernels are stored in the format of the products, as samplers need it.
+    Kernels are stored in the format of the products, as samplers require.
     """
     return cls(dtype, dtype, kv or dtype, matmul, bool(matmul))
 
   def store(self, params: Any, *, kept: Sequence[str] = ()) -> Any:
-    """Converts parameters to their stored form, but for those in few bits.
+    """Converts parameters to their storage dtype, except quantised ones.
 
     Args:
       params: tree of arrays.
-      kept: names of further leaves that stay as they are.
+      kept: names of other leaves that stay unchanged.
     """
 
     def leaf(path, x):
@@ -196,7 +196,7 @@ class Numerics:
     return jax.tree_util.tree_map_with_path(leaf, params)
 
   def store_layer(self, params: Any) -> Any:
-    """Converts the parameters of a layer to their stored form."""
+    """Converts the parameters of a layer to their storage format."""
     if self.quantised:
       params = quantise_kernels(params, self.matmul)
     return self.store(params)
@@ -239,7 +239,7 @@ FLOAT32 = Numerics()
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _quantised_product(x, kernel, name):
-  """Returns x W with W in a format; rounding passes gradients unchanged."""
+  """Returns x W with W rounded to a format; see `Numerics.operands`."""
   return _stored_product(x, *FORMATS[name].quantise(kernel))
 
 
@@ -257,7 +257,7 @@ _quantised_product.defvjp(_quantised_product_fwd, _quantised_product_bwd)
 
 
 def _stored_product(x, codes, scales):
-  """Returns x W of codes and scales, in the dtype of x."""
+  """Returns x W for W in codes and scales, in the dtype of x."""
   if codes.dtype == jnp.float8_e4m3fn:
     return jax.lax.platform_dependent(
       x, codes, scales, cpu=_fp8_emulated, default=_fp8_product
@@ -323,8 +323,8 @@ def _matmul_bwd(residuals, g):
 def _dot(x, y, contract):
   """Multiplies two arrays of one dtype, in that dtype, with float32 sums.
 
-  A CPU with bfloat16 products uses them only if the result is float32: they
-  then take half the time of float32 factors, and otherwise two to four times as
+  CPUs with bfloat16 products use them only if the result is float32: they then
+  take half the time of float32 products, and otherwise two to four times as
   long.
   """
   product = jax.lax.dot_general(

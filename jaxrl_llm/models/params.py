@@ -12,10 +12,10 @@ _NEW_IN_CRITIC = ("value_head/", "surprise/")
 
 
 class Params(NamedTuple):
-  """The parameters of a model as two nested dicts without a common leaf.
+  """The parameters of a model as two nested dicts with disjoint leaves.
 
-  Functions of models merge them. Gradients, optimizers and the checkpoints of
-  steps contain `trained` only.
+  Functions of models merge them. Gradients, optimizer states and the
+  checkpoints of steps contain only `trained`.
   """
 
   base: Any  # Frozen; {} if everything is trained.
@@ -25,7 +25,7 @@ class Params(NamedTuple):
 def partition(params: Any, frozen: Sequence[str]) -> Params:
   """Splits the parameters of a new model state.
 
-  A model with adapters trains only these and what a critic adds.
+  With adapters, only they and the parameters that a critic adds are trained.
 
   Args:
     params: nested dict of arrays or of their shapes.
@@ -47,7 +47,7 @@ def partition(params: Any, frozen: Sequence[str]) -> Params:
 
 
 def merge(params: Any) -> Any:
-  """Merges `Params` into one nested dict; returns a nested dict as it is."""
+  """Merges `Params` into one nested dict; a nested dict stays unchanged."""
   if not isinstance(params, Params):
     return params
   base, trained = params

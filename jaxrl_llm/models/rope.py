@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 
-# Fields of each kind of scaling. YaRN's other constants are the paper's.
+# Fields of each kind of scaling. YaRN's other constants are from the paper.
 _FIELDS = {
   "linear": ("factor",),
   "llama3": (
@@ -60,7 +60,7 @@ def frequencies(
 ) -> tuple[np.ndarray, float]:
   """Returns the angular frequencies of the rotary embedding.
 
-  θ_i = rope_theta^(-2i / head_dim), i = 0 .. head_dim/2 - 1, is stretched to
+  θ_i = rope_theta^(-2i / head_dim), i = 0 .. head_dim/2 - 1, is rescaled to
     θ'_i = (1 - s_i) θ_i / factor + s_i θ_i,   s_i = 1 keeps a frequency:
     none:   s_i = 1
     linear: s_i = 0
@@ -68,7 +68,7 @@ def frequencies(
       original context · θ_i / 2π is the number of turns of pair i
     yarn:   s_i = 1 - clip((i - a) / (b - a), 0, 1), where a and b are the
       (rounded outwards, clipped) indices of the pairs that make 32 turns and
-      1 turn; cos and sin are scaled by 0.1 ln(factor) + 1, too.
+      1 turn; cos and sin are also scaled by 0.1 ln(factor) + 1.
 
   Args:
     head_dim: size of a head, even.
@@ -78,7 +78,7 @@ def frequencies(
   Returns:
     `(frequencies, scale)`: float32 [head_dim / 2], the angle of pair i at
     position p being p · θ'_i, and the factor of cos and sin. Computed in
-    float64, so that only the last rounding is float32.
+    float64, so that only the final rounding is to float32.
 
   Reference: Su et al. 2021 (2104.09864) section 3.2.2; Chen et al. 2023
     (2306.15595) for linear; Llama team 2024 (2407.21783) for llama3; Peng et
@@ -96,7 +96,7 @@ def frequencies(
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
   else:
-    # The index, as a real number, of the pair that makes so many turns.
+    # The (fractional) index of the pair that makes this number of turns.
     pair = lambda turns: (
       head_dim
       * math.log(context / (turns * 2 * math.pi))
@@ -121,7 +121,7 @@ def from_hf(
     where: path of the file, for messages.
 
   Returns:
-    `(theta, scaling)`; theta is not checked yet, and None if it is absent.
+    `(theta, scaling)`; theta is not validated, and None if absent.
 
   Raises:
     InputError: a value is wrong, not supported, or the spellings disagree.
@@ -150,7 +150,7 @@ def from_hf(
 def _scaling_from_hf(
   block: Mapping[str, Any], where: str
 ) -> RopeScaling | None:
-  """Reads one rope object; `where` ends in the open name of its key."""
+  """Reads one rope object; `where` ends in its key, without the last quote."""
   fields = {name: block.get(name) for name in _RANGES}
   other = {key: value for key, value in block.items() if key not in _RANGES}
   other.pop("rope_theta", None)
@@ -161,11 +161,11 @@ def _scaling_from_hf(
   for key, value in other.items():
     if value is not None:
       raise InputError(
-        f"{where}' holds {show(key)}, which is not supported; use a model"
+        f"{where}' contains {show(key)}, which is not supported; use a model"
         " without it"
       )
   if kind is None and all(value is None for value in fields.values()):
-    kind = "default"  # An object with theta alone.
+    kind = "default"  # An object with only theta.
   if kind == "default":
     return None
   fields["kind"] = kind
@@ -186,7 +186,7 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if field in _FIELDS[kind]:
       problem = range_problem(value, low, high)
     else:
-      problem = None if value is None else f"has no meaning for {kind} rope"
+      problem = None if value is None else f"does not apply to {kind} rope"
     if problem:
       yield field, problem
   low, high = values["low_freq_factor"], values["high_freq_factor"]
@@ -195,10 +195,10 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def range_problem(value: Any, low: float, high: float) -> str | None:
-  """Returns the error in an untrusted number; it is an integer if `low` is."""
-  # `type` and not isinstance: True is an int to Python, not to a model.
+  """Returns what is wrong with an untrusted number (int if `low` is one)."""
+  # `type`, not isinstance: bool is a subclass of int.
   kinds = (int,) if type(low) is int else (int, float)
-  # The chained comparison is False for NaN, too.
+  # The chained comparison is also False for NaN.
   if type(value) in kinds and low <= value <= high:
     return None
   kind = "an integer" if kinds == (int,) else "a number"

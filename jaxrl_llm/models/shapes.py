@@ -51,10 +51,10 @@ MODELS["qwen2.5-7b-lora"] = MODELS["qwen2.5-7b"]
 
 
 def multiplied_params(config: ModelConfig) -> int:
-  """Returns the number of parameters in the products of a token.
+  """Returns the number of parameters that a token is multiplied by.
 
-  Embeddings are looked up, and count only if they are also the head. Of experts
-  those count that a token uses.
+  Embeddings are looked up, so they count only if they are also the head. Of the
+  experts, only those that a token uses count.
   """
   table = 0 if config.tie_word_embeddings else config.vocab_size
   used = num_params(config) - table * config.hidden_size

@@ -1,6 +1,6 @@
 """The decoder as functions of plain parameter dicts, over packed rows.
 
-Layer kinds repeat with a period, of one layer if all are alike. Training scans
+Layer kinds repeat with a period, one layer if all are alike. Training scans
 over periods, and the parameters of each layer of a period are stacked. The
 sampler unrolls the same layers, see `decoding`.
 """
@@ -29,7 +29,7 @@ Params = dict[str, Any]
 class PackedRows:
   """Samples packed into rows [R, C], for training.
 
-  With a `count`, micro-batches of such rows, [M, R, C].
+  If `count` is set, arrays are micro-batches of such rows, [M, R, C].
   """
 
   tokens: chex.Array  # int32.
@@ -40,8 +40,8 @@ class PackedRows:
   mask: chex.Array | None = None  # bool, targets to score.
   # float32, log-prob of each token when sampled; 0 for other tokens.
   logprobs: chex.Array | None = None
-  # Experts that the sampler chose at each token, int [R, C, layers · k], -1
-  # where it chose none.
+  # Experts that the sampler chose for each token, int [R, C, layers · k], or
+  # -1 if it chose none.
   choices: chex.Array | None = None
   count: chex.Array | None = None  # int32 scalar, micro-batches with tokens.
 
@@ -51,7 +51,7 @@ class PackedRows:
     return jax.tree.map(take, self.replace(count=None))
 
 
-# Activations of a layer that are kept for the backward pass.
+# Name -> activations of a layer that are saved for the backward pass.
 REMAT_POLICIES = {
   "full": jax.checkpoint_policies.nothing_saveable,
   "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -70,7 +70,7 @@ _MODULES = {
 def places(config: ModelConfig) -> dict[str, Any]:
   """Maps the parameter name of each layer of a period to its kind.
 
-  Parameters have the stacked layers of all periods under that name.
+  Under that name, parameters contain this layer of all periods, stacked.
   """
   return {f"layers{i or ''}": kind for i, kind in enumerate(config.period)}
 
@@ -119,9 +119,9 @@ def final_norm(
 
 
 def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
-  """Draws random parameters: float32, layers stacked along axis 0.
+  """Initialises random float32 parameters, layers stacked along axis 0.
 
-  The base of adapters has its own dtype.
+  With adapters, the base has its storage dtype.
   """
 
   def make(kind, key):
@@ -133,7 +133,7 @@ def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
   kinds = places(config)
   params = {
     "embed": make("embed", key_embed),
-    "final_norm": make("norm", 0),  # Draws nothing.
+    "final_norm": make("norm", 0),  # Not random.
   }
   for first, (place, kind) in enumerate(kinds.items()):
     every = jax.vmap(functools.partial(make, kind))
@@ -146,7 +146,7 @@ def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
 def with_adapters(
   params: Params, key: chex.PRNGKey, config: ModelConfig
 ) -> Params:
-  """Returns a model with fresh adapters, from one without.
+  """Adds new adapters to the parameters of a model.
 
   Args:
     params: parameters of `config.base`.
@@ -168,9 +168,9 @@ def param_shapes(config: ModelConfig) -> Params:
 
 
 def linear_layers(config: ModelConfig) -> list[str]:
-  """Returns the paths of the linear layers of a layer, as 'attention/q'.
+  """Returns the paths of linear layers within a layer, such as 'attention/q'.
 
-  Experts are none: their kernels have an axis more.
+  Experts are excluded: their kernels have one more axis.
   """
   shapes = traverse_util.flatten_dict(param_shapes(config.base))
   found = {
@@ -182,7 +182,7 @@ def linear_layers(config: ModelConfig) -> list[str]:
 
 
 def num_params(config: ModelConfig) -> int:
-  """Returns the number of parameters, whatever they are stored in.
+  """Returns the number of parameters, independent of their storage format.
 
   Tied embeddings count once.
   """
@@ -237,13 +237,13 @@ def states(
     extra_embeddings: [R, C, D], added to the token embeddings, or None.
     layers: number of layers to run, a multiple of the period; None: all.
     config: the architecture.
-    numerics: dtypes and products.
+    numerics: dtypes and matrix products.
     remat_policy: activations that the backward pass recomputes, one of
       `REMAT_POLICIES`.
     attention: `PackedAttention.attend` by kind of attention.
     sharding: sharding of the hidden states, constrained after every layer.
     expert_capacity: `Routing.capacity` of experts.
-    replay: use `packed.choices` where the sampler chose experts.
+    replay: whether to use the sampler's choices, `packed.choices`.
 
   Returns:
     The states, and auxiliary outputs by name, float [R, C], summed over layers.

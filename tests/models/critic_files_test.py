@@ -63,8 +63,8 @@ def test_bit_equal_after_a_round_trip(tmp_path, head, tied):
 @pytest.mark.parametrize(
   "head, problem",
   [
-    (heads.SCALAR, "over \\[-1.5, 2.0\\], and those of config.value over None"),
-    (CategoricalHead(7, (-1.0, 2.0)), "over \\[-1.0, 2.0\\]"),
+    (heads.SCALAR, "is \\[-1.5, 2.0\\], but that of config.value is None"),
+    (CategoricalHead(7, (-1.0, 2.0)), "config.value is \\[-1.0, 2.0\\]"),
     (CategoricalHead(9, (-1.5, 2.0)), "score"),
   ],
 )
@@ -73,7 +73,7 @@ def test_another_head_is_one_line(tmp_path, head, problem):
   models.save(str(tmp_path), fns, random_params(fns))
   with pytest.raises(InputError, match=problem):
     hf.read_critic(tmp_path, fns.config, head, place)
-  with pytest.raises(InputError, match="has no place by the configuration"):
+  with pytest.raises(InputError, match="is unexpected"):
     models.load(str(tmp_path))  # As a policy.
 
 

@@ -1,7 +1,7 @@
 """Model families, one file each.
 
-`families/NAME.py` defines `FAMILY` for models whose `model_type` is NAME. No
-other file refers to it.
+`families/NAME.py` defines `FAMILY` for models whose `model_type` is NAME.
+Adding the file is enough to support the family.
 """
 
 import importlib
@@ -22,17 +22,17 @@ class Family(NamedTuple):
   # both.
   names: Mapping[str, str]
   # (config) -> allowed values by key of config.json, None for an absent key.
-  # Other values are refused, because the model would compute something else.
+  # Other values are rejected, because the model would compute something else.
   supported: Callable[[Any], Mapping[str, Sequence[Any]]]
   fixed: Mapping[str, bool] = {}  # Fields without a key in config.json.
   # Keys that may be missing (as in old Llama files); the format defines
   # defaults.
   optional: tuple[str, ...] = ()
-  written: Mapping[str, Any] = {}  # Further keys of a config.json.
-  # Numbers that only this family has, as `ModelConfig.extra`: key of
+  written: Mapping[str, Any] = {}  # Additional keys to write to config.json.
+  # Numbers specific to this family, stored in `ModelConfig.extra`: key of
   # config.json -> smallest and largest accepted value.
   extra: Mapping[str, tuple[float, float]] = {}
-  # (parsed config.json) -> the same in the spelling of Llama.
+  # (parsed config.json) -> the same values under Llama's keys.
   respelled: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
   zero_centered_norms: bool = False  # Norms multiply by 1 + scale.
   # (config) -> factor of the token embeddings.

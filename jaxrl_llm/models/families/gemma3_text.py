@@ -1,7 +1,7 @@
 """Gemma 3 for text: sliding windows, and a norm before and after each block.
 
-Every sixth layer attends to all positions, the others to a window, with another
-rope base. Norms are zero-centered and embeddings scaled by √width.
+Every sixth layer attends to all positions, the others to a window, with a
+different rope base. Norms are zero-centered and embeddings scaled by √width.
 
 Reference: Gemma Team 2025, Gemma 3 Technical Report, arXiv 2503.19786.
 """
@@ -16,12 +16,12 @@ from jaxrl_llm.models.families import llama
 from jaxrl_llm.models.layers import MlpKind
 
 _PERIOD = 6
-_LOCAL = "rope_parameters.sliding_attention"  # Its rope, except for theta.
+_LOCAL = "rope_parameters.sliding_attention"  # Without theta.
 _TYPES = ("sliding_attention",) * (_PERIOD - 1) + ("full_attention",)
 
 
 def _layer_types(config: ModelConfig) -> list[str]:
-  """Returns the types of all layers; the last period may be cut."""
+  """Returns the types of all layers; the last period may be incomplete."""
   return [_TYPES[i % _PERIOD] for i in range(config.num_layers)]
 
 
@@ -46,7 +46,7 @@ def _period(config: ModelConfig) -> tuple[Any, ...]:
 
 
 def _respelled(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Splits the ropes of both types of layers."""
+  """Separates the rope settings of the two layer types."""
   values, ropes = dict(values), values.get("rope_parameters")
   if isinstance(ropes, Mapping) and "full_attention" in ropes:
     values["rope_parameters"] = ropes["full_attention"]

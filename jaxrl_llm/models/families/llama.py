@@ -6,7 +6,7 @@ from jaxrl_llm.models import families
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import AttentionKind, DecoderKind, MlpKind
 
-# Components of a parameter's path that have another name in files.
+# Components of a parameter's path that have a different name in files.
 NAMES = {
   "embed": "model.embed_tokens",
   "layers": "model.layers.{}",

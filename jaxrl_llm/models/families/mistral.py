@@ -10,6 +10,6 @@ FAMILY = llama.FAMILY._replace(
   fixed={"attention_bias": False, "mlp_bias": False},
   optional=("head_dim",),
   written={"sliding_window": None},
-  # Readers take an absent key for a window of 4096.
+  # An absent key means a window of 4096.
   respelled=lambda values: {"sliding_window": 4096, **values},
 )
