@@ -47,10 +47,7 @@ def test_a_process_that_dies_is_named(tmp_path, dying):
   codes = processes.wait(started)
   other = 1 - dying
   text = (tmp_path / f"{other}.log").read_text()
-  assert "Traceback" not in text and codes[other] != 0
-  if "JAX distributed service detected fatal errors" in text:
-    assert dying == 0  # Its clients detect this at once.
-    return
+  assert "Traceback" not in text
   (line,) = [s for s in text.splitlines() if s.startswith("process ")]
   assert line.startswith(f"process {other} of 2 on ")
   assert f"do not answer: {dying}; start all of them again" in line

@@ -16,10 +16,12 @@ that sampler and learner can run concurrently.
 import collections
 import contextlib
 import itertools
+import json
 import os
 import pathlib
 import pickle
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -63,6 +65,9 @@ def connect(
   global _patience_s
   _patience_s = patience_s
   given = (coordinator, count, index) if coordinator else ()
+  library, name = distributed._jax, "get_distributed_runtime_service"
+  in_process = getattr(library, name)
+  setattr(library, name, _Service)
   try:
     jax.distributed.initialize(
       *given,
@@ -77,8 +82,46 @@ def connect(
       " --coordinator=HOST:PORT of the first one, --num_processes and"
       " --process_id"
     ) from error
+  finally:
+    setattr(library, name, in_process)
   if jax.process_count() > 1:
     threading.Thread(target=_watch, name="watch", daemon=True).start()
+
+
+class _Service:
+  """JAX's coordination service in a process of its own.
+
+  In the first process it would die with it, and JAX would abort all others with
+  the stacks of their threads before they can say which process died.
+  """
+
+  def __init__(self, *args: Any, **settings: Any):
+    given = distributed._jax.__name__, args, settings, 2 * _patience_s
+    self._process = subprocess.Popen(
+      [sys.executable, "-c", _SERVE, json.dumps(given)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+      start_new_session=True,  # No Ctrl-C ends it.
+    )
+    if not self._process.stdout.readline():
+      raise RuntimeError(f"no coordination service at {args[0]}")
+
+  def shutdown(self) -> None:
+    """Ends the process; JAX calls it when all clients have left."""
+    self._process.communicate("end\n")
+
+
+# Without a line to end, the first process has died: others still ask.
+_SERVE = """
+import importlib, json, sys, time
+library, args, settings, linger_s = json.loads(sys.argv[1])
+library = importlib.import_module(library)
+service = library.get_distributed_runtime_service(*args, **settings)
+print("started", flush=True)
+if not sys.stdin.readline():
+  time.sleep(linger_s)
+"""
 
 
 def _watch() -> None:
@@ -126,7 +169,6 @@ def _end(reason: str, silent: Sequence[int]) -> NoReturn:
     file=sys.stderr,
     flush=True,
   )
-  time.sleep(is_first())  # Others still read what the first one serves.
   os._exit(1)
 
 
@@ -135,8 +177,7 @@ def ended_together() -> Iterator[None]:
   """Exits with code 1 if a collective fails because another process has died.
 
   Its line names the processes that do not answer. It comes before JAX, whose
-  heartbeats take longer, aborts the process with the stacks of all threads. If
-  the first process dies, which JAX's clients notice at once, JAX may be faster.
+  heartbeats take longer, aborts the process with the stacks of all threads.
 
   Errors that all processes raise together pass. After any other one this
   process exits at once, so that the others miss it.
