@@ -15,12 +15,8 @@ def over_micro_batches(score, packed: PackedRows) -> Any:
   score = jax.jit(score, inline=True)
 
   def body(i, out):
-    scores = score(packed.rows(i))
-    return jax.tree.map(
-      lambda old, new: jax.lax.dynamic_update_index_in_dim(old, new, i, axis=0),
-      out,
-      scores,
-    )
+    put = lambda old, new: jax.lax.dynamic_update_index_in_dim(old, new, i, 0)
+    return jax.tree.map(put, out, score(packed.rows(i)))
 
   shapes = jax.eval_shape(score, packed.rows(0))
   out = jax.tree.map(lambda x: jnp.zeros(packed.tokens.shape, x.dtype), shapes)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxrl_llm.models import context
+from jaxrl_llm.models.numerics import einsum
 
 MASKED = -1e30  # Finite: a query without keys gives a mean, not NaN.
 _QUERY_BLOCK = 512  # Queries per block in rows longer than twice this.
@@ -51,21 +52,11 @@ def packed_attention(
   """
   chex.assert_rank([q, k, v, segments, prefixes], [4, 4, 4, 2, 2])
   chex.assert_equal_shape_prefix([q, k, v, segments, prefixes], 2)
+  attend = functools.partial(_attend_in_rows, window=window)
+  arrays = q, k, v, segments, prefixes
   if context.num_shards(sharding, 1) == 1:
-    index = jnp.arange(q.shape[1])
-    arrays = q, k, v, segments, prefixes, segments
-    return _attend_in_rows(index, *arrays, window)
-
-  def on_device(q, k, v, segments, prefixes):
-    k, v, keys = (context.gather(x, sharding) for x in (k, v, segments))
-    places = jnp.asarray(
-      context.zigzag_order(k.shape[1], k.shape[1] // q.shape[1])
-    )
-    index = places[jax.lax.axis_index(sharding.spec[1])]
-    return _attend_in_rows(index, q, k, v, segments, prefixes, keys, window)
-
-  attend = context.on_devices(on_device, sharding)
-  return attend(q, k, v, segments, prefixes)
+    return attend(jnp.arange(q.shape[1]), *arrays, segments)
+  return context.over_rows(attend, sharding)(*arrays)
 
 
 def _attend_in_rows(index, q, k, v, segments, prefixes, key_segments, window):
@@ -83,12 +74,10 @@ def _attend_in_rows(index, q, k, v, segments, prefixes, key_segments, window):
 
   if time <= 2 * _QUERY_BLOCK:
     return block(index, q, segments, prefixes)
-  blocks = -(-count // _QUERY_BLOCK)
-  padding = blocks * _QUERY_BLOCK - count
 
   def split(x):
-    widths = [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
-    x = jnp.pad(x, widths).reshape(x.shape[0], blocks, -1, *x.shape[2:])
+    x = context.pad(x, 1, _QUERY_BLOCK)
+    x = x.reshape(len(x), -1, _QUERY_BLOCK, *x.shape[2:])
     return x.swapaxes(0, 1)
 
   arguments = (split(index[None])[:, 0], *map(split, (q, segments, prefixes)))
@@ -105,20 +94,12 @@ def attend(q, keys, values, visible):
 
 def _attend_fwd(q, keys, values, visible):
   q, unfold = fold_heads(q, keys.shape[1])
-  batch, kv_heads, folded, size = q.shape
-  queries, time = visible.shape[1:]
-  scores = jnp.einsum(
-    "bkqd,bkds->bkqs",
-    q * size**-0.5,
-    keys,
-    preferred_element_type=jnp.float32,
-  ).reshape(batch, -1, queries, time)
-  scores = jnp.where(visible[:, None], scores, MASKED)
-  weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-  weights = weights.reshape(batch, kv_heads, folded, time)
-  out = jnp.einsum(
-    "bkqs,bksd->bkqd", weights, values, preferred_element_type=jnp.float32
-  ).astype(values.dtype)
+  scores = einsum("bkqd,bkds->bkqs", q * q.shape[3] ** -0.5, keys)
+  by_query = scores.reshape(len(q), -1, *visible.shape[1:])
+  by_query = jnp.where(visible[:, None], by_query, MASKED)
+  weights = jax.nn.softmax(by_query, axis=-1).astype(values.dtype)
+  weights = weights.reshape(scores.shape)
+  out = einsum("bkqs,bksd->bkqd", weights, values).astype(values.dtype)
   return unfold(out), (q, keys, values, weights, out)
 
 
@@ -131,19 +112,14 @@ def _attend_bwd(residuals, cotangent):
   q, keys, values, weights, out = residuals
   g, unfold = fold_heads(cotangent, keys.shape[1])
   scale = q.shape[-1] ** -0.5
-  einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   d_values = einsum("bkqd,bkqs->bkds", g, weights).swapaxes(2, 3)
   d_weights = einsum("bkqd,bksd->bkqs", g, values)
   inner = jnp.sum((g * out).astype(jnp.float32), axis=-1, keepdims=True)
   d_scores = (weights * (d_weights - inner)).astype(q.dtype)
   d_q = einsum("bkqs,bkds->bkqd", d_scores, keys) * scale
   d_keys = einsum("bkqd,bkqs->bkds", q * scale, d_scores)
-  return (
-    unfold(d_q.astype(q.dtype)),
-    d_keys.astype(keys.dtype),
-    d_values.astype(values.dtype),
-    None,
-  )
+  d_q = unfold(d_q.astype(q.dtype))
+  return d_q, d_keys.astype(keys.dtype), d_values.astype(values.dtype), None
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)

@@ -46,24 +46,43 @@ def on_devices(
   """
   if sharding is None:
     return function
-  of_tokens = PartitionSpec(*sharding.spec[:2])
 
   def run(*arguments):
+    rows = (leading(sharding, x.ndim).spec for x in arguments[len(specs) :])
     return jax.shard_map(
       function,
       mesh=sharding.mesh,
-      in_specs=(
-        *specs,
-        *(
-          sharding.spec if x.ndim == 4 else of_tokens
-          for x in arguments[len(specs) :]
-        ),
-      ),
+      in_specs=(*specs, *rows),
       out_specs=sharding.spec,
       check_vma=False,  # Pallas kernels do not declare it.
     )(*arguments)
 
   return run
+
+
+def over_rows(
+  function: Callable[..., jax.Array], sharding: NamedSharding | None
+) -> Callable[..., jax.Array]:
+  """Makes a function of a device's queries and all keys one of whole arrays.
+
+  Args:
+    function: (positions of the queries in their row [Q], q [R, Q, H, d],
+      k [R, T, K, d], v, segments [R, Q], prefixes [R, Q], segments of the keys
+      [R, T]) -> [R, Q, H, d].
+    sharding: as in `on_devices`.
+
+  Returns:
+    (q, k, v, segments, prefixes) -> [R, C, H, d].
+  """
+  parts = num_shards(sharding, 1)
+
+  def on_device(q, k, v, segments, prefixes):
+    k, v, keys = (gather(x, sharding) for x in (k, v, segments))
+    part = jax.lax.axis_index(sharding.spec[1]) if parts > 1 else 0
+    places = jnp.asarray(zigzag_order(k.shape[1], parts))[part]
+    return function(places, q, k, v, segments, prefixes, keys)
+
+  return on_devices(on_device, sharding)
 
 
 def gather(x: chex.Array, sharding: NamedSharding | None) -> jax.Array:
@@ -75,6 +94,12 @@ def gather(x: chex.Array, sharding: NamedSharding | None) -> jax.Array:
   x = x.reshape(len(x), parts, 2, -1, *x.shape[3:])
   x = jnp.concatenate([x[:, :, 0], x[:, ::-1, 1]], axis=1)
   return x.reshape(len(x), -1, *x.shape[3:])
+
+
+def pad(x: chex.Array, axis: int, block: int, value: int = 0) -> jax.Array:
+  """Pads an axis to whole blocks."""
+  widths = [(0, -n % block * (i == axis)) for i, n in enumerate(x.shape)]
+  return jnp.pad(x, widths, constant_values=value)
 
 
 def zigzag_order(length: int, parts: int) -> np.ndarray:
@@ -91,8 +116,7 @@ def zigzag_shard(rows: Any, parts: int) -> Any:
     return rows
 
   def shard_one(x):
-    added = -x.shape[1] % (2 * parts)
-    x = jnp.pad(x, [(0, 0), (0, added)] + [(0, 0)] * (x.ndim - 2))
+    x = pad(x, 1, 2 * parts)
     return x[:, zigzag_order(x.shape[1], parts).reshape(-1)]
 
   return jax.tree.map(shard_one, rows)

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxrl_llm.models.attention import MASKED, in_reach
+from jaxrl_llm.models.context import pad
 
 # Most rows and bytes of a block of queries, keys or values. With these, the
 # compiler for H100s spills next to no registers, and no kernel needs more than
@@ -28,7 +29,7 @@ _BLOCK, _BLOCK_BYTES = 64, 2**14
 div, rem = jax.lax.div, jax.lax.rem
 
 
-def attend(q, k, v, queries, keys, window):
+def attend(q, k, v, queries, keys, window, *, interleaved=False):
   """Attends in rows of any length, padded to whole blocks.
 
   Args:
@@ -38,23 +39,20 @@ def attend(q, k, v, queries, keys, window):
     queries: int32 [R, 3, Q]: position in the row, segment, prefix (-1: none).
     keys: int32 [R, T], segments.
     window: as in `attention.packed_attention`.
+    interleaved: whether k and v are one array [R, T, 2K, d] with the value of
+      each head after its key, which has no gradient.
   """
   count, block = q.shape[1], block_size(q, q.shape[1])
   q, k, v = (pad(x, 1, block) for x in (q, k, v))
   rows = find_blocks(queries, keys, block, window)
-  return _attention(q, k, v, rows, block, window)[:, :count]
+  out = _attention(q, k, v, rows, block, window, 1 + interleaved)
+  return out[:, :count]
 
 
 def block_size(x, length):
   """Returns the rows of a block; matrix products need at least 16."""
   most = _BLOCK_BYTES // (x.shape[-1] * x.dtype.itemsize)
   return max(16, min(_BLOCK, most, pl.next_power_of_2(length)))
-
-
-def pad(x, axis, block, value=0):
-  """Pads an axis to whole blocks."""
-  widths = [(0, -n % block * (i == axis)) for i, n in enumerate(x.shape)]
-  return jnp.pad(x, widths, constant_values=value)
 
 
 def find_blocks(queries, keys, block, window):
@@ -70,9 +68,9 @@ def find_blocks(queries, keys, block, window):
     window: as in `attention.packed_attention`.
 
   Returns:
-    What the kernels read: queries and keys, padded; the two ranges of key
-    blocks that each block of queries reads, int32 [R, Q / block, 4], each as
-    first block and length; and likewise the range of query blocks that each
+    Arrays that the kernels read: queries and keys, padded; the two ranges of
+    key blocks that each block of queries reads, int32 [R, Q / block, 4], each
+    as first block and length; and likewise the range of query blocks that each
     block of keys reads, int32 [R, T / block, 2].
   """
   queries, keys = pad(queries, 2, block, -2), pad(keys, 1, block, -3)
@@ -105,7 +103,7 @@ def _range(needed):
   return jnp.stack([first, length], axis=2).astype(jnp.int32)
 
 
-def pallas_call(kernel, grid, out_shape, *arguments):
+def pallas_call(kernel, grid, out_shape, *arguments, num_warps=4):
   """Runs a kernel on references to whole arrays."""
   function = getattr(kernel, "func", kernel)
   return pl.pallas_call(
@@ -113,91 +111,73 @@ def pallas_call(kernel, grid, out_shape, *arguments):
     grid=grid,
     out_shape=out_shape,
     name=function.__name__.strip("_"),  # In profiles and compiled programs.
-    compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+    compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=2),
   )(*arguments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=[4, 5])
-def _attention(q, k, v, rows, block, window):
-  return _attention_fwd(q, k, v, rows, block, window)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=[4, 5, 6])
+def _attention(*arguments):
+  return _forward(*arguments)[0]
 
 
-def _attention_fwd(q, k, v, rows, block, window):
-  out, lse = forward(q, k, v, rows, block, window)
+def _forward(q, k, v, rows, block, window, step):
+  """Attends; `step` is 2 for interleaved k and v, else 1."""
+  count, time, heads, _ = q.shape
+  out, lse = pallas_call(
+    functools.partial(_flash_forward, block, window, step),
+    (time // block, count, heads),
+    # The second result is log2 of the denominators.
+    (q, jax.ShapeDtypeStruct((count, heads, time), jnp.float32)),
+    *((q, k, v), rows[:3]),
+  )
   return out, (q, k, v, rows, out, lse)
 
 
-def _attention_bwd(block, window, residuals, g):
+def _backward(block, window, _, residuals, g):
+  # Interleaved arrays have no gradients.
   q, k, v, (queries, keys, key_ranges, query_range), out, lse = residuals
   delta = jnp.sum(out.astype(jnp.float32) * g, axis=3).swapaxes(1, 2)
-  arguments = q, k, v, g, lse, delta, queries, keys
+  arrays = q, k, v, g, lse, delta
   d_q = pallas_call(
     functools.partial(_flash_backward_queries, block, window),
     (q.shape[1] // block, len(q), q.shape[2]),
-    *(q, *arguments, key_ranges),
+    *(q, arrays, (queries, keys, key_ranges)),
   )
   d_k, d_v = pallas_call(
     functools.partial(_flash_backward_keys, block, window),
     (k.shape[1] // block, len(k), k.shape[2]),
-    *((k, v), *arguments, query_range),
+    *((k, v), arrays, (queries, keys, query_range)),
   )
   return d_q, d_k, d_v, None
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_forward, _backward)
 
 
-def forward(q, k, v, rows, block, window, *, interleaved=False):
-  """Returns outputs [R, Q, H, d] and log2 of their denominators [R, H, Q].
-
-  If `interleaved`, k and v are one array with the value of each head after its
-  key.
-  """
-  count, time, heads, _ = q.shape
-  return pallas_call(
-    functools.partial(_flash_forward, block, window, 1 + interleaved),
-    (time // block, count, heads),
-    (q, jax.ShapeDtypeStruct((count, heads, time), jnp.float32)),
-    *(q, k, v, *rows[:3]),
-  )
-
-
-def _flash_forward(
-  block, window, step, q_ref, k_ref, v_ref, queries_ref, keys_ref, ranges_ref,
-  out_ref, lse_ref,
-):  # fmt: skip
-  index, row, head = (pl.program_id(i) for i in range(3))
-  here = pl.ds(index * block, block)
+def _flash_forward(block, window, step, arrays, rows, out_ref, lse_ref):
+  q_ref, k_ref, v_ref = arrays
+  row, head, here = _program(block)
   key_head = step * div(head, step * q_ref.shape[2] // k_ref.shape[2])
-  q, queries = q_ref[row, here, head], _queries(queries_ref, row, here)
+  q = q_ref[row, here, head]
 
-  def body(i, carry):
-    at = _block_at(ranges_ref, row, index, i, block)
-    visible = _visible(queries, at, keys_ref[row, at], window)
-    scores = jnp.where(visible, scores_of(q, k_ref[row, at, key_head]), MASKED)
-    return softmax_step(scores, v_ref[row, at, key_head + step - 1], carry)
+  def add(at, visible, carry):
+    k, v = k_ref[row, at, key_head], v_ref[row, at, key_head + step - 1]
+    return softmax_step(q, k, v, visible, carry)
 
-  count = ranges_ref[row, index, 1] + ranges_ref[row, index, 3]
-  out, top, total = jax.lax.fori_loop(0, count, body, softmax_start(q))
+  out, top, total = _over_keys(block, window, rows, add, softmax_start(q))
   total = jnp.where(total > 0, total, 1.0)  # Padding may see no block.
   out_ref[row, here, head] = (out / total[:, None]).astype(q.dtype)
   lse_ref[row, head, here] = top + jnp.log2(total)
 
 
-def _flash_backward_queries(
-  block, window, q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref, queries_ref,
-  keys_ref, ranges_ref, d_q_ref,
-):  # fmt: skip
-  index, row, head = (pl.program_id(i) for i in range(3))
-  here, group = pl.ds(index * block, block), q_ref.shape[2] // k_ref.shape[2]
-  kv_head, queries = div(head, group), _queries(queries_ref, row, here)
+def _flash_backward_queries(block, window, arrays, rows, d_q_ref):
+  q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref = arrays
+  row, head, here = _program(block)
+  kv_head = div(head, q_ref.shape[2] // k_ref.shape[2])
   q, g = q_ref[row, here, head], g_ref[row, here, head]
-  lse = lse_ref[row, head, here][:, None]
-  delta = delta_ref[row, head, here][:, None]
+  lse, delta = (x[row, head, here][:, None] for x in (lse_ref, delta_ref))
 
-  def body(i, d_q):
-    at = _block_at(ranges_ref, row, index, i, block)
-    visible = _visible(queries, at, keys_ref[row, at], window)
+  def add(at, visible, d_q):
     k, v = k_ref[row, at, kv_head], v_ref[row, at, kv_head]
     weights = jnp.exp2(scores_of(q, k) - lse)
     d_weights = dot(g, v, of_b=1)
@@ -205,19 +185,18 @@ def _flash_backward_queries(
     return d_q + dot(d_scores.astype(k.dtype), k)
 
   d_q = jnp.zeros(q.shape, jnp.float32)
-  count = ranges_ref[row, index, 1] + ranges_ref[row, index, 3]
-  d_q = jax.lax.fori_loop(0, count, body, d_q) * q.shape[1] ** -0.5
+  d_q = _over_keys(block, window, rows, add, d_q) * q.shape[1] ** -0.5
   d_q_ref[row, here, head] = d_q.astype(q.dtype)
 
 
-def _flash_backward_keys(
-  block, window, q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref, queries_ref,
-  keys_ref, range_ref, d_k_ref, d_v_ref,
-):  # fmt: skip
-  index, row, kv_head = (pl.program_id(i) for i in range(3))
-  here, group = pl.ds(index * block, block), q_ref.shape[2] // k_ref.shape[2]
+def _flash_backward_keys(block, window, arrays, rows, d_k_ref, d_v_ref):
+  q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref = arrays
+  queries_ref, keys_ref, range_ref = rows
+  row, kv_head, here = _program(block)
+  group = q_ref.shape[2] // k_ref.shape[2]
   k, v = k_ref[row, here, kv_head], v_ref[row, here, kv_head]
-  keys, first = keys_ref[row, here], range_ref[row, index, 0]
+  keys = keys_ref[row, here]
+  first, count = (range_ref[row, pl.program_id(0), i] for i in range(2))
 
   def body(i, carry):
     d_k, d_v = carry
@@ -232,16 +211,39 @@ def _flash_backward_keys(
     d_k += dot((weights * d_weights).astype(q.dtype), q)
     return d_k, d_v + dot(weights.astype(g.dtype), g)
 
-  zeros, count = jnp.zeros(k.shape, jnp.float32), range_ref[row, index, 1]
+  zeros = jnp.zeros(k.shape, jnp.float32)
   d_k, d_v = jax.lax.fori_loop(0, count * group, body, (zeros, zeros))
   d_k_ref[row, here, kv_head] = (d_k * k.shape[1] ** -0.5).astype(k.dtype)
   d_v_ref[row, here, kv_head] = d_v.astype(v.dtype)
 
 
-def _block_at(ranges_ref, row, index, i, block):
-  """Returns the slice of the i-th block of two ranges."""
-  far, count, near = (ranges_ref[row, index, j] for j in range(3))
-  return pl.ds(jnp.where(i < count, far + i, near + i - count) * block, block)
+def _program(block):
+  """Returns a program's row and head, and the slice of its tokens."""
+  return *map(pl.program_id, (1, 2)), pl.ds(pl.program_id(0) * block, block)
+
+
+def _over_keys(block, window, rows, add, carry):
+  """Loops over the blocks of keys that this program's queries may see.
+
+  Args:
+    block, window: as in `find_blocks`.
+    rows: references to queries, keys and ranges of key blocks.
+    add: (slice of the keys, which of them each query sees [Q, T], carry) ->
+      carry.
+    carry: the initial carry.
+  """
+  queries_ref, keys_ref, ranges_ref = rows
+  row, _, here = _program(block)
+  queries = _queries(queries_ref, row, here)
+  ranges = (ranges_ref[row, pl.program_id(0), i] for i in range(4))
+  far, far_count, near, near_count = ranges
+
+  def body(i, carry):
+    index = jnp.where(i < far_count, far + i, near + i - far_count)
+    at = pl.ds(index * block, block)
+    return add(at, _visible(queries, at, keys_ref[row, at], window), carry)
+
+  return jax.lax.fori_loop(0, far_count + near_count, body, carry)
 
 
 def _queries(queries_ref, row, at, axis=1):
@@ -268,9 +270,10 @@ def softmax_start(q):
   return jnp.zeros(q.shape, jnp.float32), empty + MASKED, empty
 
 
-def softmax_step(scores, v, carry):
-  """Adds a block of keys."""
+def softmax_step(q, k, v, visible, carry):
+  """Adds a block of keys; `visible` [Q, T] are those that each query sees."""
   out, top, total = carry
+  scores = jnp.where(visible, scores_of(q, k), MASKED)
   new_top = jnp.maximum(top, jnp.max(scores, axis=1))
   weights = jnp.exp2(scores - new_top[:, None])
   rescale = jnp.exp2(top - new_top)

@@ -97,9 +97,9 @@ def _grouped_product(rows, transposed, x_ref, kernel_ref, tiles_ref, out_ref):
 
   def add(i, sum_):
     term = _block(i, _TERMS)
-    a = _load(x_ref, (), row, term, ends=(end, x_ref.shape[1]))
+    a = _load(x_ref, (), row, term, end)
     at = (column, term) if transposed else (term, column)
-    b = _load(kernel_ref, (group,), *at, ends=kernel_ref.shape[1:])
+    b = _load(kernel_ref, (group,), *at, kernel_ref.shape[1])
     return sum_ + dot(a, b, of_b=axis)
 
   # There is no matrix for rows without a group, and no row after them.
@@ -107,8 +107,7 @@ def _grouped_product(rows, transposed, x_ref, kernel_ref, tiles_ref, out_ref):
   terms = used.astype(jnp.int32) * pl.cdiv(x_ref.shape[1], _TERMS)
   out = jnp.zeros((rows, _COLUMNS), jnp.float32)
   out = jax.lax.fori_loop(0, terms, add, out)
-  ends = end, out_ref.shape[1]
-  _store(out_ref, (), row, column, value=out, ends=ends)
+  _store(out, out_ref, (), row, column, end)
 
 
 def _grouped_outer_product(x_ref, g_ref, spans_ref, out_ref):
@@ -118,32 +117,31 @@ def _grouped_outer_product(x_ref, g_ref, spans_ref, out_ref):
 
   def add(i, sum_):
     row = first + _block(i, _TERMS)
-    a = _load(x_ref, (), row, inner, ends=(end, x_ref.shape[1]))
-    b = _load(g_ref, (), row, column, ends=(end, g_ref.shape[1]))
+    a = _load(x_ref, (), row, inner, end)
+    b = _load(g_ref, (), row, column, end)
     return sum_ + dot(a, b, axis=0)
 
   out = jnp.zeros((_ROWS, _COLUMNS), jnp.float32)
   blocks = jax.lax.div(end - first + _TERMS - 1, _TERMS)
   out = jax.lax.fori_loop(0, blocks, add, out)
-  ends = out_ref.shape[1:]
-  _store(out_ref, (group,), inner, column, value=out, ends=ends)
+  _store(out, out_ref, (group,), inner, column, out_ref.shape[1])
 
 
 def _block(i, size):
   return i * size + jnp.arange(size)
 
 
-def _part(ref, group, row, column, ends):
-  """Returns a block of a matrix, and which of it is before the ends."""
-  mask = (row < ends[0])[:, None] & (column < ends[1])[None]
+def _part(ref, group, row, column, end):
+  """Returns a block of a matrix, and which of it is before the end of rows."""
+  mask = (row < end)[:, None] & (column < ref.shape[-1])[None]
   return ref.at[*group, row[:, None], column[None]], mask
 
 
-def _load(*where, **ends):
-  part, mask = _part(*where, **ends)
+def _load(*where):
+  part, mask = _part(*where)
   return triton.load(part, mask=mask, other=0.0)
 
 
-def _store(ref, *where, value, ends):
-  part, mask = _part(ref, *where, ends)
+def _store(value, ref, *where):
+  part, mask = _part(ref, *where)
   triton.store(part, value.astype(ref.dtype), mask=mask)

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.errors import check_number
 from jaxrl_llm.models import context
 from jaxrl_llm.models.kernels import platform_of
+from jaxrl_llm.models.numerics import einsum
 from jaxrl_llm.system.plugin import Table
 
 _MIN_CHUNK = 128  # Time steps; on a CPU, larger chunks fit no cache.
@@ -57,14 +58,8 @@ VALUE_HEADS = Table("value_head", scalar=lambda value: SCALAR)
 
 def project(hidden: chex.Array, kernel: chex.Array, tied: bool) -> jax.Array:
   """Logits [..., V] in float32; kernel is [V, D] if tied, else [D, V]."""
-  axis = 1 if tied else 0
-  contract = (((hidden.ndim - 1,), (axis,)), ((), ()))
-  return jax.lax.dot_general(
-    hidden,
-    kernel.astype(hidden.dtype),
-    contract,
-    preferred_element_type=jnp.float32,
-  )
+  equation = "...d,vd->...v" if tied else "...d,dv->...v"
+  return einsum(equation, hidden, kernel.astype(hidden.dtype))
 
 
 def default_chunk(platform: str, rows: int, time: int, vocabulary: int) -> int:
@@ -121,14 +116,10 @@ def chunked_logprobs(
   chex.assert_rank([hidden, kernel, targets, mask], [3, 2, 2, 2])
   chex.assert_equal_shape_prefix([hidden, targets, mask], 2)
   check_number("chunk", chunk, "[0, inf)")
-  vocabulary = kernel.shape[0 if tied else 1]
-  chunk = chunk or default_chunk(
-    platform_of(sharding),
-    len(hidden) // _groups(len(hidden), sharding),
-    mask.shape[1],
-    vocabulary // context.num_shards(sharding, 2),
-  )
-  chunk = min(chunk, mask.shape[1])
+  count, time = mask.shape
+  vocabulary = kernel.shape[0 if tied else 1] // context.num_shards(sharding, 2)
+  sizes = count // _groups(count, sharding), time, vocabulary
+  chunk = min(chunk or default_chunk(platform_of(sharding), *sizes), time)
   temperature = jnp.asarray(temperature, jnp.float32)
   arrays = hidden, kernel, targets, mask, temperature
   return TokenLogprobs(*_logprobs(*arrays, tied, chunk, sharding))
@@ -157,26 +148,25 @@ def _forward(hidden, kernel, targets, mask, temperature, tied, chunk, sharding):
     picked = picked - top - log_sum
     logp = logits - top[..., None] - log_sum[..., None]
     entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
-    return tuple(
-      jax.lax.dynamic_update_slice_in_dim(old, new, i * chunk, axis=1)
-      for old, new in zip(carry, (picked, entropy, top, log_sum))
-    )
+    found = picked, entropy, top, log_sum
+    return tuple(_update(old, new, i, chunk) for old, new in zip(carry, found))
 
   zeros = jnp.zeros(targets_front.shape, jnp.float32)
   found = jax.lax.fori_loop(0, count, body, (zeros,) * 4)
-  outputs = tuple(jnp.where(mask, _unpermute(x, order), 0.0) for x in found[:2])
+  outputs = tuple(
+    jnp.where(mask, _restore(x, order, mask), 0) for x in found[:2]
+  )
   return outputs, (hidden, kernel, targets, mask, temperature, found[1:])
 
 
 def _backward(tied, chunk, sharding, residuals, cotangents):
-  hidden, kernel, targets, mask, temperature, of_rows = residuals
+  hidden, kernel, targets, mask, temperature, of_tokens = residuals
   whole = _gathered(kernel, hidden.dtype, tied, sharding)
   groups = _groups(len(hidden), sharding)
   order, count, hidden_front, targets_front = _loss_first(
     hidden, targets, mask, chunk
   )
-  masked = [jnp.where(mask, g, 0.0) for g in cotangents]
-  g_logprob, g_entropy = (_permute(g, order, chunk) for g in masked)
+  g_front = [_take(jnp.where(mask, g, 0.0), order) for g in cotangents]
   # [D, V] even if the kernel is [V, D]: the other product would transpose the
   # logits of every chunk.
   shape = kernel.shape[::-1] if tied else kernel.shape
@@ -192,38 +182,28 @@ def _backward(tied, chunk, sharding, residuals, cotangents):
   def body(i, carry):
     d_hidden, d_kernel = carry
     rows = _slice(hidden_front, i, chunk)
-    g_lp = _slice(g_logprob, i, chunk)[..., None]
-    g_ent = _slice(g_entropy, i, chunk)[..., None]
-    target = _slice(targets_front, i, chunk)[..., None]
-    entropy, top, log_sum = (_slice(x, i, chunk)[..., None] for x in of_rows)
+    target, g_lp, g_ent, entropy, top, log_sum = (
+      _slice(x, i, chunk)[..., None]
+      for x in (targets_front, *g_front, *of_tokens)
+    )
     logp = project(rows, whole, tied) / temperature - top - log_sum
     p = jnp.exp(logp)
     # ∂logπ(a)/∂z = 1[a] − π;  ∂H/∂z = −π (log π + H).
     d_logits = g_lp * ((vocabulary == target) - p)
     d_logits -= g_ent * p * (logp + entropy)
     d_logits = (d_logits / temperature).astype(hidden.dtype)
-    dot = functools.partial(
-      jax.lax.dot_general, preferred_element_type=jnp.float32
-    )
-    back = (((2,), (0 if tied else 1,)), ((), ()))
-    d_rows = dot(d_logits, whole.astype(hidden.dtype), back)
-    both = (((1,), (1,)), ((0,), (0,)))
-    d_hidden = jax.lax.dynamic_update_slice_in_dim(
-      d_hidden, d_rows, i * chunk, axis=1
-    )
-    return d_hidden, d_kernel + dot(grouped(rows), grouped(d_logits), both)
+    d_rows = project(d_logits, whole, not tied)
+    d_hidden = _update(d_hidden, d_rows, i, chunk)
+    added = einsum("ntd,ntv->ndv", grouped(rows), grouped(d_logits))
+    return d_hidden, d_kernel + added
 
   d_hidden, d_kernel = jax.lax.fori_loop(
     0, count, body, (d_hidden_zero, d_kernel_zero)
   )
+  d_hidden = _restore(d_hidden, order, mask).astype(hidden.dtype)
   d_kernel = d_kernel.sum(axis=0)
-  return (
-    _unpermute(d_hidden, order).astype(hidden.dtype),
-    (d_kernel.T if tied else d_kernel).astype(kernel.dtype),
-    None,
-    None,
-    None,
-  )
+  d_kernel = (d_kernel.T if tied else d_kernel).astype(kernel.dtype)
+  return d_hidden, d_kernel, None, None, None
 
 
 _logprobs.defvjp(_forward, _backward)
@@ -248,30 +228,31 @@ def _groups(rows, sharding):
 def _loss_first(hidden, targets, mask, chunk):
   """Sorts each row with its loss positions first.
 
-  Returns the order, the number of chunks with a loss position, and the sorted
-  hidden states and targets.
+  Returns the order, in whole chunks, the number of chunks with a loss position,
+  and the sorted hidden states and targets.
   """
   order = jnp.argsort(~mask, axis=1, stable=True)
+  order = context.pad(order, 1, chunk, mask.shape[1])
   longest = jnp.max(jnp.sum(mask, axis=1, dtype=jnp.int32))
   count = (longest + chunk - 1) // chunk
   # A NaN outside the mask would spoil the kernel's gradient.
   hidden = jnp.where(mask[..., None], hidden, 0)
-  hidden = _permute(hidden, order, chunk)
-  return order, count, hidden, _permute(targets, order, chunk)
+  return order, count, _take(hidden, order), _take(targets, order)
 
 
-def _permute(x, order, chunk):
-  index = order if x.ndim == 2 else order[..., None]
-  x = jnp.take_along_axis(x, index, axis=1)
-  padding = [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2)
-  return jnp.pad(x, padding)
+@jax.vmap
+def _take(x, index):
+  return x.at[index].get(mode="fill", fill_value=0)  # 0 in a chunk's padding.
 
 
-def _unpermute(x, order):
-  inverse = jnp.argsort(order, axis=1)
-  index = inverse if x.ndim == 2 else inverse[..., None]
-  return jnp.take_along_axis(x[:, : order.shape[1]], index, axis=1)
+def _restore(x, order, mask):
+  """Undoes `_take` of an order."""
+  return _take(x, jnp.argsort(order, axis=1)[:, : mask.shape[1]])
 
 
 def _slice(x, i, chunk):
   return jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1)
+
+
+def _update(x, new, i, chunk):
+  return jax.lax.dynamic_update_slice_in_dim(x, new, i * chunk, axis=1)

@@ -144,20 +144,16 @@ def on_devices(function, sharding, like, *arguments):
   if sharding is None:
     return function(*arguments)
   slots, *heads = sharding.spec
-  whole = len(arguments[0]) % context.num_shards(sharding, 0)
+  if len(arguments[0]) % context.num_shards(sharding, 0):
+    slots = None
 
-  def spec(x):
-    between = [None] * (x.ndim - 3)
-    last = (*between, *heads) if x.ndim > 3 else ()
-    return PartitionSpec(None if whole else slots, *last)
+  def place(x):
+    after = (*[None] * (x.ndim - 3), *heads) if x.ndim > 3 else ()
+    spec = PartitionSpec(*(slots, *after)[: x.ndim])
+    return NamedSharding(sharding.mesh, spec)
 
-  return jax.shard_map(
-    function,
-    mesh=sharding.mesh,
-    in_specs=tuple(map(spec, arguments)),
-    out_specs=spec(like),
-    check_vma=False,  # Pallas kernels do not declare it.
-  )(*arguments)
+  specs = (place(x).spec for x in arguments)
+  return context.on_devices(function, place(like), *specs)(*arguments)
 
 
 def make_interleaved(
@@ -180,7 +176,7 @@ def make_interleaved(
     attend_paged: (paged layer, q [S,Q,H,d], page_indices [S,N],
       positions [S,Q]) -> [S,Q,H,d], on one device.
     attend_contiguous: (contiguous layer, q [N,Q,H,d], position of the first
-      query [N]) -> [N,Q,H,d], on one device.
+      query) -> [N,Q,H,d], on one device.
     check: raises if it does not support a paged layer of a shape and dtype.
     sharding: as in `Backend`.
   """
@@ -211,15 +207,12 @@ def make_interleaved(
     return on_devices(attend_paged, sharding, q, layer[0], q, *where)
 
   def write_contiguous(layer, k, v, start):
-    update = lambda layer, new, starts: jax.lax.dynamic_update_slice_in_dim(
-      layer, new, starts[0], axis=1
-    )
-    starts = jnp.full(k.shape[:1], start, jnp.int32)
-    return write(update, layer, k, v, starts)
+    update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+    return write(update, layer, k, v, jnp.int32(start))
 
   def prefill_attention(q, layer, start):
-    starts = jnp.full(q.shape[:1], start, jnp.int32)
-    return on_devices(attend_contiguous, sharding, q, layer, q, starts)
+    where = layer, q, jnp.int32(start)
+    return on_devices(attend_contiguous, sharding, q, *where)
 
   return Kernels(
     kv_sharding=layer_sharding(sharding, heads_axis=3),

@@ -68,17 +68,13 @@ def make_packed_attention(
     sharding: sharding of keys [R, C, K, d]; None: one device.
   """
 
-  def on_device(q, k, v, segments, prefixes):
-    k, v, keys = (context.gather(x, sharding) for x in (k, v, segments))
-    parts = context.num_shards(sharding, 1)
-    index = jnp.asarray(context.zigzag_order(k.shape[1], parts))
-    part = jax.lax.axis_index(sharding.spec[1]) if parts > 1 else 0
-    index = jnp.broadcast_to(index[part][None], segments.shape)
+  def on_device(index, q, k, v, segments, prefixes, keys):
+    index = jnp.broadcast_to(index[None], segments.shape)
     prefixes = jnp.where(prefixes > 0, prefixes, -1)
     queries = jnp.stack([index, segments, prefixes], 1)
     return flash_gpu.attend(q, k, v, queries, keys, kind.window)
 
-  attend = context.on_devices(on_device, sharding)
+  attend = context.over_rows(on_device, sharding)
   return PackedAttention(attend, sees_prefixes=kind.window is None)
 
 
@@ -94,42 +90,38 @@ def make_pallas(
   """
   parts = context.num_shards(sharding, 1)
 
-  def check(shape, dtype):
-    del dtype
+  def check(shape, _):
     if math.prod(shape) >= _MAX_SIZE * parts * context.num_shards(sharding, 0):
       raise InputError(
         f"kernels='pallas' supports less than {_MAX_SIZE:,} numbers in the KV"
         " cache of a layer on one GPU; reduce sampler.kv_pages"
       )
 
-  attend = (
+  return make_interleaved(
+    *(kind.num_kv_heads // parts, kind.head_dim),
     functools.partial(_decode, window=kind.window, kv_block=kv_block),
     functools.partial(_prefill, window=kind.window),
+    check=check,
+    sharding=sharding,
   )
-  sizes = kind.num_kv_heads // parts, kind.head_dim
-  return make_interleaved(*sizes, *attend, check=check, sharding=sharding)
 
 
-def _prefill(layer, q, starts, *, window):
+def _prefill(layer, q, start, *, window):
   """Attends causally to contiguous sequences, on one device.
 
   Args:
     layer: [N, T, 2K, d].
     q: [N, Q, H, d].
-    starts: int32 [N], position of the first query.
+    start: int32 scalar, position of the first query.
     window: as in `attention.packed_attention`.
   """
-  count, block = q.shape[1], flash_gpu.block_size(q, q.shape[1])
-  index = starts[:, None] + jnp.arange(count)[None]
-  queries = jnp.stack([index, jnp.zeros_like(index), jnp.zeros_like(index)], 1)
-  rows = flash_gpu.find_blocks(
-    queries, jnp.zeros(layer.shape[:2], jnp.int32), block, window
+  index = start + jax.lax.broadcasted_iota(jnp.int32, q.shape[:2], 1)
+  one = jnp.zeros_like(index)  # All tokens are of one segment.
+  queries = jnp.stack([index, one, one], 1)
+  keys = jnp.zeros(layer.shape[:2], jnp.int32)
+  return flash_gpu.attend(
+    q, layer, layer, queries, keys, window, interleaved=True
   )
-  q, layer = (flash_gpu.pad(x, 1, block) for x in (q, layer))
-  out, _ = flash_gpu.forward(
-    q, layer, layer, rows, block, window, interleaved=True
-  )
-  return out[:, :count]
 
 
 def _decode(layer, q, page_indices, positions, *, window, kv_block):
@@ -148,10 +140,8 @@ def _decode(layer, q, page_indices, positions, *, window, kv_block):
   length, queries = page_indices.shape[1] * page_size, count * heads
   least = pl.next_power_of_2(length) // _MAX_PARTITIONS
   partition = max(16, pl.next_power_of_2(kv_block or max(_PARTITION, least)))
-  partitions, rows = (
-    -(-length // partition),
-    flash_gpu.block_size(q, queries // kv_heads),
-  )
+  partitions = pl.cdiv(length, partition)
+  rows = flash_gpu.block_size(q, queries // kv_heads)
   # The tokens of a slot that its queries see, none without pages. Draft tokens
   # may lie beyond the longest sequence.
   ends = jnp.minimum(positions[:, -1] + 1, length)
@@ -159,18 +149,15 @@ def _decode(layer, q, page_indices, positions, *, window, kv_block):
   starts = jnp.zeros_like(ends)
   if window is not None:
     starts = jnp.maximum(positions[:, 0] + 1 - window, 0)
-    most = -(-(window + count - 2) // partition) + 1
-    partitions = min(partitions, most)
+    partitions = min(partitions, pl.cdiv(window + count - 2, partition) + 1)
   spans = jnp.stack([starts, ends], axis=1)
   by_partition = slots, partitions, queries
+  array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
   partial = flash_gpu.pallas_call(
     functools.partial(_decode_partition, partition, rows, window),
     (-(-queries // kv_heads // rows), partitions, kv_heads, slots),
-    [
-      jax.ShapeDtypeStruct(shape, jnp.float32)
-      for shape in ((*by_partition, size), by_partition)
-    ],
-    *(q.reshape(slots, queries, size), layer, page_indices, positions, spans),
+    (array((*by_partition, size)), array(by_partition)),
+    (q.reshape(slots, queries, size), layer, page_indices, positions, spans),
   )
   out = flash_gpu.pallas_call(
     functools.partial(_decode_merge, partition),
@@ -181,10 +168,8 @@ def _decode(layer, q, page_indices, positions, *, window, kv_block):
   return out.reshape(q.shape)
 
 
-def _decode_partition(
-  partition, rows, window, q_ref, layer_ref, pages_ref, positions_ref,
-  spans_ref, out_ref, lse_ref,
-):  # fmt: skip
+def _decode_partition(partition, rows, window, arrays, out_ref, lse_ref):
+  q_ref, layer_ref, pages_ref, positions_ref, spans_ref = arrays
   block, part, head, slot = (pl.program_id(i) for i in range(4))
   shards, pages, page_size, kv_heads, size = layer_ref.shape
   group = q_ref.shape[1] // positions_ref.shape[1] // (kv_heads // 2)
@@ -208,38 +193,24 @@ def _decode_partition(
 
     def body(i, carry):
       place = begin + i * keys + jnp.arange(keys)
-      page = triton.load(
-        pages_ref.at[slot, flash_gpu.div(place, page_size)],
-        mask=place < end,
-        other=pages,
-      )
+      page = pages_ref.at[slot, flash_gpu.div(place, page_size)]
+      page = triton.load(page, mask=place < end, other=pages)
       # There may be no page for draft tokens that cannot be accepted.
       held, within = page < pages, flash_gpu.rem(place, page_size)
-      token = shard, page[:, None], within[:, None]
-      k, v = (
-        load(layer_ref.at[*token, 2 * head + j, dims], mask=held[:, None])
-        for j in range(2)
-      )
       visible = in_reach(place[None], position[:, None], window) & held[None]
-      scores = jnp.where(
-        visible, flash_gpu.scores_of(q, k.astype(q.dtype)), MASKED
-      )
-      return flash_gpu.softmax_step(scores, v.astype(q.dtype), carry)
+      token = shard, page[:, None], within[:, None]
+      k, v = (layer_ref.at[*token, 2 * head + j, dims] for j in range(2))
+      k, v = (load(x, mask=held[:, None]).astype(q.dtype) for x in (k, v))
+      return flash_gpu.softmax_step(q, k, v, visible, carry)
 
-    count = flash_gpu.div(
-      jnp.minimum(end, start + partition) - begin + keys - 1, keys
-    )
-    out, top, total = jax.lax.fori_loop(
-      0, count, body, flash_gpu.softmax_start(q)
-    )
-    triton.store(
-      out_ref.at[slot, part, at[:, None], dims],
-      out / total[:, None],
-      mask=present[:, None],
-    )
-    triton.store(
-      lse_ref.at[slot, part, at], top + jnp.log2(total), mask=present
-    )
+    left = jnp.minimum(end, start + partition) - begin
+    count = flash_gpu.div(left + keys - 1, keys)
+    carry = flash_gpu.softmax_start(q)
+    out, top, total = jax.lax.fori_loop(0, count, body, carry)
+    out, lse = out / total[:, None], top + jnp.log2(total)
+    to = out_ref.at[slot, part, at[:, None], dims]
+    triton.store(to, out, mask=present[:, None])
+    triton.store(lse_ref.at[slot, part, at], lse, mask=present)
 
 
 def _decode_merge(partition, partial_ref, lse_ref, spans_ref, out_ref):
@@ -247,13 +218,10 @@ def _decode_merge(partition, partial_ref, lse_ref, spans_ref, out_ref):
   part = jnp.arange(pl.next_power_of_2(lse_ref.shape[1]))
   first = flash_gpu.div(spans_ref[slot, 0], partition)
   written = (first + part) * partition < spans_ref[slot, 1]
-  dims = jnp.arange(out_ref.shape[2])[None]
   lse = triton.load(lse_ref.at[slot, part, query], mask=written, other=MASKED)
-  partial = triton.load(
-    partial_ref.at[slot, part[:, None], query, dims],
-    mask=written[:, None],
-    other=0,
-  )
+  dims = jnp.arange(out_ref.shape[2])[None]
+  partial = partial_ref.at[slot, part[:, None], query, dims]
+  partial = triton.load(partial, mask=written[:, None], other=0)
   weights = jnp.exp2(lse - jnp.max(lse))[:, None]
   out = jnp.sum(partial * weights, axis=0) / jnp.sum(weights)
   out_ref[slot, query] = out.astype(out_ref.dtype)

@@ -44,18 +44,14 @@ _MIN_HEAD_DIM = 64  # Smaller heads would be more than half padding.
 # decode and prefill. They fit in memory; none have been timed on a TPU.
 _KV_BLOCK = 512
 _DECODE_QUERIES, _PREFILL_QUERIES = 8, 32
-_BLOCKS = ("block_q", "block_kv", "block_kv_compute")
-_BLOCKS += ("block_q_dq", "block_kv_dq")
-_BLOCKS += ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
 _ROW_BLOCK = 512  # Block size of splash attention, of queries and keys.
 
 
 def refusal(kind: AttentionKind) -> str:
   """Returns why the kernels do not support a model, or '' if they do."""
-  if kind.head_dim < _MIN_HEAD_DIM:
-    return (
-      f"needs head_dim >= {_MIN_HEAD_DIM}, and the model has {kind.head_dim}"
-    )
+  size = kind.head_dim
+  if size < _MIN_HEAD_DIM:
+    return f"needs head_dim >= {_MIN_HEAD_DIM}, and the model has {size}"
   return ""
 
 
@@ -77,24 +73,19 @@ def make_packed_attention(
     length, time = q.shape[1], q.shape[1] // parts
     block = min(_ROW_BLOCK, -(-time // _LANES) * _LANES)
     size = lambda tokens: -(-tokens // block) * block
-
-    def padded(x, tokens):
-      # Padding is its own segment, 0.
-      sizes = {1: size(tokens), 3: -(-kind.head_dim // _LANES) * _LANES}
-      return _pad(x, sizes)
+    # Padding is its own segment, 0.
+    padded = lambda x: context.pad(context.pad(x, 1, block), 3, _LANES)
 
     def on_device(attend, q, k, v, segments):
       # Falling from sample to sample and then to padding, so that a block's
       # segments are those between its first and its last one.
       segments = jnp.where(segments > 0, length + 2 - segments, 1)
       keys = (context.gather(x, sharding) for x in (k, v, segments))
-      k, v, key_segments = (padded(x, length) for x in keys)
-      q, segments = padded(q * scale, time), padded(segments, time)
-      out = jax.vmap(functools.partial(_attend_row, attend))(
-        *(x.swapaxes(1, 2) for x in (q, k, v)),
-        splash.SegmentIds(q=segments, kv=key_segments),
-      )
-      return out.swapaxes(1, 2)[:, :time, :, : kind.head_dim]
+      k, v, key_segments = map(padded, keys)
+      q, segments = padded(q * scale), padded(segments)
+      segments = splash.SegmentIds(q=segments, kv=key_segments)
+      row = functools.partial(_attend_row, attend)
+      return jax.vmap(row)(q, k, v, segments)[:, :time, :, : kind.head_dim]
 
     shape = parts * size(time), size(length)
     mask = splash.CausalMask(shape)
@@ -107,7 +98,7 @@ def make_packed_attention(
       splash.MultiHeadMask([mask] * heads),
       head_shards=1,
       q_seq_shards=parts,
-      block_sizes=splash.BlockSizes(**dict.fromkeys(_BLOCKS, block)),
+      block_sizes=splash.BlockSizes(*[block] * 8),
     )
     spec = None
     if sharding is not None:
@@ -124,9 +115,9 @@ def _attend_row(attend, q, k, v, segments):
 
   Args:
     attend: the kernel, `splash.SplashAttentionKernel`.
-    q: [H, Q, d].
-    k: [K, T, d].
-    v: [K, T, d].
+    q: [Q, H, d].
+    k: [T, K, d].
+    v: [T, K, d].
     segments: of queries, [Q], and of keys, [T].
   """
   where = segments, attend.kwargs["block_sizes"].block_q
@@ -136,7 +127,8 @@ def _attend_row(attend, q, k, v, segments):
     _skip_blocks(attend.dkv_mask_info, *where, by_keys=True),
     **attend.kwargs,
   )
-  return own(q, k, v, segments)
+  heads_first = (x.swapaxes(0, 1) for x in (q, k, v))
+  return own(*heads_first, segments).swapaxes(0, 1)
 
 
 def _skip_blocks(info, segments, block, *, by_keys=False):
@@ -153,13 +145,11 @@ def _skip_blocks(info, segments, block, *, by_keys=False):
   axis = 1 if by_keys else 2
   q, k = (x.reshape(-1, block) for x in segments)
   own, visited = (k, q) if by_keys else (q, k)
+  own = jnp.expand_dims(own, (0, axis))
   # Visits are counted in the mask's own grid, which a window makes smaller.
   number = info.data_next.astype(jnp.int32)
-  low, high = (
-    jnp.expand_dims(bound, (0, axis)) for bound in (own.min(1), own.max(1))
-  )
-  shared = low <= visited.max(axis=1)[number]
-  shared &= visited.min(axis=1)[number] <= high
+  shared = own.min(axis=3) <= visited.max(axis=1)[number]
+  shared &= visited.min(axis=1)[number] <= own.max(axis=3)
   block_mask = jnp.where(shared, info.block_mask, 0)
   # A skipped block prefetches the next visited one; after the last one, the
   # first one again, with which the next head or a neighbouring block begins.
@@ -196,64 +186,62 @@ def make_pallas(
         f" {kind.num_kv_heads} on {parts} devices: lower sampler.mesh.tensor"
       )
 
-  def attend(function):
-    def on_device(layer, q, *arguments):
-      queries = _pad_queries(q, heads, padded)
-      settings = {"scale": size**-0.5, "window": kind.window}
-      settings["kv_block"] = kv_block or _KV_BLOCK
-      out = function(layer, queries, *arguments, **settings)
-      return _unpad_queries(out, q.shape, heads, padded)
+  def attend(function, layer, q, *arguments):
+    # Query heads stay with their KV head.
+    grouped = q.reshape(*q.shape[:2], heads, -1, size)
+    for axis, block in zip((2, 4), padded):
+      grouped = context.pad(grouped, axis, block)
+    settings = {"scale": size**-0.5, "window": kind.window}
+    settings["kv_block"] = kv_block or _KV_BLOCK
+    queries = grouped.reshape(*q.shape[:2], -1, padded[1])
+    out = function(layer, queries, *arguments, **settings)
+    return out.reshape(grouped.shape)[:, :, :heads, :, :size].reshape(q.shape)
 
-    return on_device
-
-  functions = attend(_attend_paged), attend(_attend_contiguous)
+  functions = _attend_paged, _attend_contiguous
+  functions = (functools.partial(attend, x) for x in functions)
   return make_interleaved(*padded, *functions, check=check, sharding=sharding)
 
 
-def _attend_paged(layer, q, page_indices, positions, **settings):
+def _attend_contiguous(layer, q, start, **settings):
+  """Attends to contiguous sequences, as consecutive pages of Q tokens.
+
+  Args:
+    layer: [N, T, 2K, d]; Q divides T.
+    q: [N, Q, H, d].
+    start: int32 scalar, position of the first query.
+    **settings: of `_attend_paged`.
+  """
+  pages = layer.reshape(1, -1, q.shape[1], *layer.shape[2:])
+  page_indices = jnp.arange(pages.shape[1], dtype=jnp.int32)
+  positions = jnp.full((len(q), 1), start + q.shape[1] - 1)
+  page_indices = page_indices.reshape(len(q), -1)
+  return _attend_paged(pages, q, page_indices, positions, **settings)
+
+
+def _attend_paged(
+  layer, q, page_indices, positions, *, scale, window, kv_block
+):
   """Attends to the pages of each slot, on one device.
 
   Args:
     layer: [D, P, page_size, 2K, d].
     q: [S, Q, H, d].
     page_indices: int32 [S, N].
-    positions: int32 [S, Q].
-    **settings: of `_ragged`.
+    positions: int32 [S, Q]; only the last one is read.
+    scale: of the scores.
+    window: as in `attention.packed_attention`.
+    kv_block: as in `make_pallas`.
   """
-  shards, pages = layer.shape[:2]
-  slots, queries = q.shape[:2]
-  first = jnp.arange(slots, dtype=jnp.int32) // (slots // shards) * pages
-  held = page_indices[:, 0] < pages
+  shards, held_pages, page_size = layer.shape[:3]
+  pages = layer.reshape(-1, *layer.shape[2:])
+  count, queries = q.shape[:2]
   # The kernel hangs on a sequence of length 0: a slot without pages reads a
   # page of another slot, and its result is discarded.
-  out = _ragged(
-    q,
-    layer.reshape(-1, *layer.shape[2:]),
-    first[:, None] + jnp.minimum(page_indices, pages - 1),
-    jnp.where(held, positions[:, -1] + 1, queries),
-    **settings,
-  )
-  return jnp.where(held[:, None, None, None], out, 0)
-
-
-def _attend_contiguous(layer, q, starts, **settings):
-  """Attends to contiguous sequences, as consecutive pages of Q tokens.
-
-  Args:
-    layer: [N, T, 2K, d]; Q divides T.
-    q: [N, Q, H, d].
-    starts: int32 [N], position of the first query.
-    **settings: of `_ragged`.
-  """
-  count, queries = q.shape[:2]
-  pages = layer.reshape(-1, queries, *layer.shape[2:])
-  page_indices = jnp.arange(len(pages), dtype=jnp.int32).reshape(count, -1)
-  return _ragged(q, pages, page_indices, starts + queries, **settings)
-
-
-def _ragged(q, pages, page_indices, lengths, *, scale, window, kv_block):
-  """Attends with q [B, Q, H, d], the last tokens, to [P, page_size, 2K, d]."""
-  (count, queries), page_size = q.shape[:2], pages.shape[1]
+  held = page_indices[:, 0] < held_pages
+  lengths = jnp.where(held, positions[:, -1] + 1, queries)
+  shard = jnp.arange(count, dtype=jnp.int32) // (count // shards)
+  page_indices = jnp.minimum(page_indices, held_pages - 1)
+  page_indices += shard[:, None] * held_pages
   if window is not None:
     # The kernel masks what lies before the window, but would read it.
     first = jnp.maximum(lengths - queries + 1 - window, 0) // page_size
@@ -281,31 +269,12 @@ def _ragged(q, pages, page_indices, lengths, *, scale, window, kv_block):
       count * queries,
     ),
   )
-  return out.reshape(q.shape)
+  return jnp.where(held[:, None, None, None], out.reshape(q.shape), 0)
 
 
 def _padded_heads(heads):
   """Returns the next number of heads that fills whole registers."""
   return next((n for n in (1, 2, 4) if n >= heads), -(-heads // 8) * 8)
-
-
-def _pad_queries(q, heads, padded):
-  """Pads [B, Q, H, d] to [B, Q, H', d'], keeping query heads with KV heads."""
-  q = q.reshape(*q.shape[:2], heads, -1, q.shape[3])
-  q = _pad(q, {2: padded[0], 4: padded[1]})
-  return q.reshape(*q.shape[:2], -1, padded[1])
-
-
-def _unpad_queries(out, shape, heads, padded):
-  """Undoes `_pad_queries`."""
-  out = out.reshape(*shape[:2], padded[0], -1, padded[1])
-  return out[:, :, :heads, :, : shape[3]].reshape(shape)
-
-
-def _pad(x, sizes):
-  """Pads axes with zeros to the given sizes."""
-  widths = [(0, sizes.get(i, n) - n) for i, n in enumerate(x.shape)]
-  return jnp.pad(x, widths)
 
 
 PALLAS = Backend(refusal, make_packed_attention, make_pallas)

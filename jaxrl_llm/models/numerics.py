@@ -293,6 +293,10 @@ def _fp8_product(x, codes, scales):
   return total.astype(x.dtype).reshape(*x.shape[:-1], outputs)
 
 
+# Sums are float32.
+einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
 @jax.custom_vjp
 def matmul(x: chex.Array, kernel: chex.Array) -> jax.Array:
   """Returns x W for x [..., in] and W [in, out].

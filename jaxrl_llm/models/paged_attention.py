@@ -10,6 +10,7 @@ import numpy as np
 from jaxrl_llm.models import kv_cache
 from jaxrl_llm.models.attention import MASKED, fold_heads, in_reach
 from jaxrl_llm.models.kv_cache import BlockTables
+from jaxrl_llm.models.numerics import einsum
 
 # A layer's pages are split into several arrays, so that a call reads only the
 # first ones, up to its last page. They end after k / 16 of the pages, each k.
@@ -128,7 +129,6 @@ def _attend(q, positions, owner, start, order, segments, *, window):
   """
   slots, (keys, values) = len(q), zip(*segments)
   cuts = np.cumsum([len(x) for x in keys])[:-1]
-  einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
   def multiply(equation, left, right):
     parts = zip(jnp.split(left, cuts), right)

@@ -120,17 +120,14 @@ def _first_above(ends, weights, target):
   positive = jnp.where(weights > 0, jnp.arange(size)[None], -1)
   index = jnp.minimum(index, jnp.max(positive, axis=-1))
   # A weight of 0 at the index itself can only follow from rounding too.
-  weight = jnp.take_along_axis(weights, index[:, None], axis=-1)[:, 0]
   after = jnp.where(positive >= index[:, None], positive, size)
-  return jnp.where(weight > 0, index, jnp.min(after, axis=-1))
+  return jnp.min(after, axis=-1)
 
 
 def _filter(weights, top_k, top_p, min_p):
-  size = weights.shape[-1]
   total = lambda of: jnp.sum(of(weights), axis=-1, keepdims=True)
-  keep = lambda: _keep(
-    weights, bound(total, size, top_k[:, None], top_p[:, None]), min_p
-  )
+  settings = weights.shape[-1], top_k[:, None], top_p[:, None]
+  keep = lambda: _keep(weights, bound(total, *settings), min_p)
   filtered = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
   return jax.lax.cond(filtered, keep, lambda: weights)
 

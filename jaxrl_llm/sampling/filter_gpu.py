@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding
 
 from jaxrl_llm.models import kernels
+from jaxrl_llm.models.flash_gpu import pallas_call
 from jaxrl_llm.sampling import choose
 
 _CHUNK, _WARPS = 4096, 8  # Entries of the vocabulary at a time, by 256 threads.
@@ -32,14 +33,9 @@ def bounds(
     sharding: sharding of slots; None: one device.
   """
 
-  def on_device(weights, top_k, top_p):
-    return pl.pallas_call(
-      _find_bound,
-      grid=top_k.shape,
-      out_shape=jax.ShapeDtypeStruct(top_k.shape, jnp.float32),
-      name="find_bound",
-      compiler_params=triton.CompilerParams(num_warps=_WARPS),
-    )(weights, top_k, top_p)
+  def on_device(*arrays):
+    *_, like = arrays  # The result has the shape and dtype of top_p.
+    return pallas_call(_find_bound, like.shape, like, *arrays, num_warps=_WARPS)
 
   arrays = weights, top_k, top_p
   return kernels.on_devices(on_device, sharding, top_p, *arrays)[:, None]
@@ -52,10 +48,9 @@ def _find_bound(weights_ref, top_k_ref, top_p_ref, out_ref):
   def total(of):
     def add(i, sum_):
       at = i * _CHUNK + jnp.arange(_CHUNK)
+      weights = weights_ref.at[slot, at]
       # Padding is below every threshold.
-      weights = triton.load(
-        weights_ref.at[slot, at], mask=at < size, other=-1.0
-      )
+      weights = triton.load(weights, mask=at < size, other=-1.0)
       return sum_ + jnp.sum(of(weights))
 
     return jax.lax.fori_loop(0, pl.cdiv(size, _CHUNK), add, jnp.float32(0))

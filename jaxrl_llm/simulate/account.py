@@ -63,12 +63,11 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
     kv = 2 * model.num_kv_heads * model.head_dim / sizes.tensor
     # Products of experts are not kept.
     mlp = 0 if sizes.experts else 2 * sizes.inner
-    kept = {"dots": heads + kv + width + mlp}
     # Norms and activation functions keep theirs in float32: what compiling for
     # v5p at 32B asked for is 4.9 times the products.
-    kept["none"] = 5 * kept["dots"]
+    kept = {"dots": 1, "none": 5}.get(sizes.config.model.remat_policy, 0)
     # The compiler for GPUs keeps them in float32 (h100:1 at 1.5B).
-    each = kept.get(sizes.config.model.remat_policy, 0) * (2 if gpu else 1)
+    each = kept * (heads + kv + width + mlp) * (2 if gpu else 1)
     parts["activations within layers"] = 2 * tokens * each * model.num_layers
   return parts
 

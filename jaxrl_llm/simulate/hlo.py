@@ -14,24 +14,35 @@ from typing import NamedTuple
 
 import numpy as np
 
-_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
-_KINDS += ("collective-permute",)
-_BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s16": 16}
-_BITS |= {"u16": 16, "f32": 32, "s32": 32, "u32": 32, "s64": 64, "u64": 64}
-_BITS |= {"f64": 64, "f8e4m3fn": 8, "f8e5m2": 8, "s4": 4, "u4": 4}
+# Kind -> bytes that a device receives, per byte of the result, in a group of n
+# that does it as a ring (Thakur et al. 2005).
+_RECEIVED = {
+  "all-gather": lambda n: (n - 1) / n,
+  "all-reduce": lambda n: 2 * (n - 1) / n,
+  "reduce-scatter": lambda n: n - 1,
+  "all-to-all": lambda n: (n - 1) / n,
+  "collective-permute": lambda n: 1,
+}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\(|\{).*\{$")
-_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
+# The name of a dtype has its bits, except for pred, which has eight.
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+_KIND = "|".join(_RECEIVED)
 _OP = re.compile(
-  rf"= (?P<shape>\(.*?\)|\S+) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\("
+  rf"= (?P<shape>\(.*?\)|\S+) (?P<kind>{_KIND})(?P<start>-start)?\("
 )
 _CALLED = re.compile(
-  r"(?:calls|to_apply|body|condition|branch_computations)="
-  r"(?:%?([\w.\-]+)|\{([^}]*)\})"
+  r"(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|[^\s,]+)"
+)
+# How the devices of groups are written: as an array of all devices that is
+# transposed and cut, as the axes of a mesh, or one by one.
+_IOTA = re.compile(
+  r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
 )
 _OF_MESH = re.compile(
   r"replica_groups=mesh\[([^\]]*)\]"
   r"(?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? \{([^}]*)\}"
 )
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}")
 _CONSTANT = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
@@ -69,26 +80,22 @@ def collectives(
       if match := _OP.search(line):
         axes, size = _axes(line, mesh)
         whole = _bytes(match["shape"], match["kind"], match["start"])
-        sent = times * _received(match["kind"], whole, size)
+        sent = times * (_RECEIVED[match["kind"]](size) * whole)
         chain = _CHAIN.search(line)
         key = ("", chain[1]) if chain else (name, str(number))
         if key not in found or found[key].bytes < sent:
           found[key] = Sent(match["kind"], axes, sent)
       rounds, deeper = 1, depth
-      if " while(" in line:
-        rounds = _rounds(bodies, line)
-        if rounds is None:
-          rounds, deeper = loops[min(depth, len(loops) - 1)], depth + 1
-      for one, many in _CALLED.findall(line):
-        for called in [one] if one else re.findall(r"[\w.\-]+", many):
-          walk(called, times * rounds, deeper)
+      if " while(" in line and (rounds := _rounds(bodies, line)) is None:
+        rounds, deeper = loops[min(depth, len(loops) - 1)], depth + 1
+      for called in re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(line))):
+        walk(called, times * rounds, deeper)
 
   walk(entry, 1, 0)
   total = collections.Counter()
   for sent in found.values():
     total[sent.kind, sent.axes] += sent.bytes
-  sent = [Sent(kind, axes, n) for (kind, axes), n in total.items() if n]
-  return sorted(sent, key=lambda x: -x.bytes)
+  return [Sent(*key, count) for key, count in total.most_common() if count]
 
 
 def kernels(text: str) -> dict[str, int]:
@@ -118,78 +125,57 @@ def _rounds(bodies: Mapping[str, list[str]], line: str) -> int | None:
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-  bodies, entry, name = {}, "", ""
+  bodies, entry, body = {}, "", []
   for line in text.splitlines():
     if match := _COMPUTATION.match(line):
-      name = match[1]
-      bodies[name] = []
-      entry = name if line.startswith("ENTRY") else entry
-    elif name:
-      bodies[name].append(line)
+      body = bodies[match[1]] = []
+      entry = match[1] if line.startswith("ENTRY") else entry
+    else:
+      body.append(line)
   return bodies, entry
 
 
 def _bytes(shape: str, kind: str, started: str | None) -> float:
   """Returns the size of a result, also of an asynchronous start."""
-  arrays = [x for x in _SHAPE.findall(shape) if x[0] in _BITS]
+  arrays = _ARRAY.findall(shape)
   if started and kind != "all-reduce":
     # Operands, as many results and, of some kinds, numbers of a context.
     arrays = [x for x in arrays if x[1]]
     arrays = arrays[len(arrays) // 2 :]
   return sum(
-    math.prod(map(int, filter(None, dims.split(",")))) * _BITS[each] / 8
-    for each, dims in arrays
+    math.prod(_numbers(dims)) * int(bits or 8) / 8 for bits, dims in arrays
   )
-
-
-def _received(kind: str, result: float, group: int) -> float:
-  """Bytes a device receives when a ring does it (Thakur et al. 2005)."""
-  share = (group - 1) / group
-  return {
-    "all-gather": share * result,
-    "all-reduce": 2 * share * result,
-    "reduce-scatter": (group - 1) * result,
-    "all-to-all": share * result,
-    "collective-permute": result,
-  }[kind]
 
 
 def _axes(line: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
   """The axes of the mesh that a collective's groups run along, their size."""
-  groups = _groups(line, math.prod(mesh.values()))
-  group = sorted(groups[0])
+  group = sorted(_group(line, math.prod(mesh.values())))
   places = np.stack(np.unravel_index(group, tuple(mesh.values())), axis=1)
   moves = [len(set(column)) > 1 for column in places.T]
   return tuple(itertools.compress(mesh, moves)), len(group)
 
 
-def _groups(line: str, devices: int) -> np.ndarray:
-  """Devices of each group."""
-  if match := re.search(
-    r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line
-  ):
-    count, size, dims, order = match.groups()
-    ids = np.arange(devices).reshape(_numbers(dims))
-    if order:
-      ids = ids.transpose(_numbers(order))
-    return ids.reshape(int(count), int(size))
+def _group(line: str, devices: int) -> Sequence[int]:
+  """Returns the devices of the first group."""
+  if match := _IOTA.search(line):
+    size, *order = match.groups()
+    return _in_order(*order).flat[: int(size)]
   if match := _OF_MESH.search(line):
-    named, ordered, order, along = match.groups()
+    named, *order, along = match.groups()
     sizes = {k: int(n) for k, n in re.findall(r"'(\w+)'=(\d+)", named)}
     along = re.findall(r"'(\w+)'", along)
-    ids = np.arange(devices)
-    if ordered:
-      ids = ids.reshape(_numbers(ordered)).transpose(_numbers(order))
-    ids = ids.reshape(list(sizes.values()))
-    last = range(-len(along), 0)
-    ids = np.moveaxis(ids, [list(sizes).index(a) for a in along], last)
-    return ids.reshape(-1, math.prod(sizes[a] for a in along))
-  if match := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-    return np.array([_numbers(match[1])])
-  if match := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", line):
-    return np.array([[int(match[1]), int(match[2])]])
-  return np.arange(devices)[None]
+    ids = _in_order(*order) if order[0] else np.arange(devices)
+    first = [slice(None) if name in along else 0 for name in sizes]
+    return ids.reshape(*sizes.values())[*first].reshape(-1)
+  match = _LISTED.search(line)
+  return _numbers(match[1]) if match else range(devices)
+
+
+def _in_order(dims: str, order: str | None) -> np.ndarray:
+  """Returns all devices as an array with its axes in an order."""
+  ids = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+  return ids.transpose(_numbers(order)) if order else ids
 
 
 def _numbers(text: str) -> list[int]:
-  return [int(x) for x in text.split(",")]
+  return [int(x) for x in re.findall(r"\d+", text)]

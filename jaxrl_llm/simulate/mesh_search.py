@@ -124,8 +124,7 @@ def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
   held += sizes.base_bytes(roles) / (sizes.shards * sizes.tensor)
   axes = lambda mesh: tuple(mesh[axis] for axis in sharding.AXES)
   most = sizes.rows * config_lib.mini_batch(config, "policy") / sizes.responses
-  choices = itertools.product(REMAT_POLICIES, _ROWS, _MOMENTS)
-  for policy, rows, dtype in choices:
+  for policy, rows, dtype in itertools.product(REMAT_POLICIES, _ROWS, _MOMENTS):
     micro_batch = rows * sizes.batch_ways
     if rows > 1 and micro_batch > most:
       continue

@@ -66,6 +66,12 @@ class Sizes:
     self.table = model.vocab_size * model.hidden_size
     self.multiplied = multiplied_params(model) - self.table  # In layers.
     self._set_experts(config.model.expert_capacity)
+    # Parameters that a device gathers for its products, and those of them that
+    # come from other devices.
+    self.gathered = (self.parameters - self.experts) / self.tensor
+    self.gathered += self.experts / self.group
+    own = self.parameters / (self.shards * self.tensor)
+    self.received = self.gathered - own
     self.platform, self.gpu = platform, platform == "gpu"
     self.xla = platform == "cpu" or config.model.kernels == "xla"
     longest = config.sampler.max_response_length
@@ -73,6 +79,11 @@ class Sizes:
     self.prompt = config.data.max_prompt_length / 4
     self.row = config_lib.max_tokens_per_row(config)
     self.responses = config_lib.batch_size(config)
+    # Packed rows of a batch, without shared prompts.
+    tokens = self.responses * (self.prompt + self.response)
+    self.rows = tokens / (self.row * FILLED)
+    # Rows of the decode step.
+    self.slots = min(config.sampler.slots or self.responses, self.responses)
     # Heads are split with those of keys and values, if these divide evenly.
     self.head_ways = 1 if model.num_kv_heads % self.tensor else self.tensor
     self.kv_ways = self.slot_ways * self.head_ways
@@ -115,17 +126,6 @@ class Sizes:
     self.inner = self.copies * kind.intermediate_size / tensor
     self.exchanged = 2 * 2 * others * model.hidden_size
 
-  @property
-  def gathered(self) -> float:
-    """Parameters that a device gathers for its products."""
-    dense = (self.parameters - self.experts) / self.tensor
-    return dense + self.experts / self.group
-
-  @property
-  def received(self) -> float:
-    """Gathered parameters that come from other devices."""
-    return self.gathered - self.parameters / (self.shards * self.tensor)
-
   def head_chunk(self, rows: float) -> int:
     """Returns the positions per chunk of the head, with rows on a device."""
     time, part = self.row // self.context, self.model.vocab_size // self.tensor
@@ -152,12 +152,6 @@ class Sizes:
   def _adapted(self, role: str) -> models.ModelConfig:
     group = "value" if role == "value" else "model"
     return models.adapted(self.config, self.model, group=group)
-
-  @property
-  def rows(self) -> float:
-    """Packed rows of a batch, without shared prompts."""
-    tokens = self.responses * (self.prompt + self.response)
-    return tokens / (self.row * FILLED)
 
   def micro_rows(self, role: str) -> float:
     """Returns the rows of a micro-batch per device, possibly fractional."""
@@ -187,11 +181,6 @@ class Sizes:
     """FLOPs of attention per row."""
     heads = self.model.num_heads * self.model.head_dim
     return 4 * self.pairs * heads * self.model.num_layers
-
-  @property
-  def slots(self) -> int:
-    """Rows of the decode step."""
-    return min(self.config.sampler.slots or self.responses, self.responses)
 
   @functools.cached_property
   def decoding(self) -> Decoding:
