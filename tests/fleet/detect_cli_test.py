@@ -50,7 +50,7 @@ def test_names_who_is_unlike_the_others(tmp_path, capsys):
     write(tmp_path, f"worker-{host}", samples(host, broken=host == 3))
   code, out, _ = run(tmp_path, capsys)
   assert code == 1 and out.count("\n") == 1
-  assert out.startswith("worker-3: duty_cycle unlike the other hosts of its")
+  assert out.startswith("worker-3: duty_cycle deviates from the other hosts")
   since = float(out.split("since ")[1].split()[0])
   assert _NOW + 295 <= since <= _NOW + 345
 
