@@ -92,9 +92,9 @@ def make_parser() -> argparse.ArgumentParser:
   add("--group_size", type=int, default=4, help="responses per prompt")
   add("--prompt_length", type=int, default=64, help="tokens")
   add("--new_tokens", type=int, default=128, help="tokens per response")
-  add("--prompts", type=int, default=64, help="number of prompts, rollouts")
-  add("--median", type=int, default=64, help="median tokens, rollouts")
-  add("--p99", type=int, default=512, help="99th percentile, rollouts")
+  add("--prompts", type=int, default=64, help="of rollouts")
+  add("--median", type=int, default=64, help="tokens per response of rollouts")
+  add("--p99", type=int, default=512, help="tokens per response of rollouts")
   add("--micro_batch_size", type=int, default=4, help="rows per gradient")
   row = "capacity of a packed row; by default one prompt and response"
   add("--max_tokens_per_row", type=int, help=row)
@@ -108,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
   add("--peer", **several, help="must print a JSON object; repeatable")
   add("--rounds", type=int, default=2, help="with peers: A B, B A, ...")
   add("--timeout_s", type=float, default=3600.0, help="per program")
-  add("--wait_idle", type=float, default=0.0, help="max. wait for a low load")
+  add("--wait_idle", type=float, default=0.0, help="max. seconds before a run")
   return parser
 
 
