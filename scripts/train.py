@@ -186,7 +186,7 @@ def main(argv):
     at = [f for f in frames if not f.filename.startswith("<frozen")][-1]
     said = (
       f"{at.filename}:{at.lineno} ended the program by exit({error.code!r});"
-      " raise an error instead, and run again with the same --workdir to resume"
+      " raise an error instead, and rerun with the same --workdir to continue"
     )
     _fail(said, code=1)
   except KeyboardInterrupt:  # Before the loop, which handles it itself.

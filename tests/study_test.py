@@ -341,7 +341,7 @@ class TestScript:
       ("variant,seed\n\udcff,1\n", "curves.csv"),  # Not UTF-8.
       (
         (_CURVES_OF_DOCS / "staleness.csv").read_text("utf-8"),
-        "no variant of this study",
+        "not a variant of this study",
       ),
     ],
   )

@@ -149,7 +149,7 @@ def sample_truth(run: Any, weights: Weights, judged: Any, options: Any):
   done = read_rows(path) if path.exists() else []
   if any(row["identity"] != identity for row in done):
     raise InputError(
-      f"{path}: has another policy or other settings; give another --out"
+      f"{path}: continuations of another policy or setting; give another --out"
     )
   order = np.random.default_rng(0).permutation(len(rollout.lengths))
   states = find_states(rollout, order, positions)
