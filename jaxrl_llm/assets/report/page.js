@@ -289,7 +289,7 @@ function drawViewer() {
   const place = document.getElementById("responses");
   place.append(make("h2", { textContent: "Responses" }));
   if (!samples.length) {
-    place.append(make("p", { textContent: "This run logged none: run.samples_every is 0." }));
+    place.append(make("p", { textContent: "This run logged no responses: run.samples_every is 0." }));
     return;
   }
   const statuses = [...new Set(samples.map((sample) => sample.stop))].sort();
@@ -441,7 +441,7 @@ function palette(kind, known) {
   const bar = make("span", { className: "bar" });
   bar.style.background = `linear-gradient(to right, ${paint(middle - most)}, white, ${paint(middle + most)})`;
   const ends = [middle - most, middle + most].map(format);
-  const legend = make("span", { id: "legend" }, ends[0], bar, ends[1], ` (white: ${format(middle)}, or no number)`);
+  const legend = make("span", { id: "legend" }, ends[0], bar, ends[1], ` (white: ${format(middle)}, or missing)`);
   return [paint, legend];
 }
 
