@@ -1,5 +1,5 @@
-# An image that trains: on a CPU by default, with EXTRA=gpu on NVIDIA GPUs
-# (CUDA comes with JAX's wheels; the host needs the driver and its container
+# An image for training: on a CPU by default, with EXTRA=gpu on NVIDIA GPUs
+# (CUDA comes with JAX's wheels; the host needs the driver and NVIDIA's container
 # toolkit).
 #
 #   docker build -t jaxrl_llm .
@@ -13,9 +13,9 @@ FROM python:3.12-slim
 ARG EXTRA=plot
 COPY . /src
 RUN pip install --no-cache-dir "/src[plot,$EXTRA]" && rm -r /src
-# A run that is stopped saves first; docker stop sends SIGTERM and waits.
+# A stopped run saves first; docker stop sends SIGTERM and waits.
 STOPSIGNAL SIGTERM
-# Compiled programs survive a restart where this folder is a volume.
+# Compiled programs survive a restart if this folder is a volume.
 ENV JAX_COMPILATION_CACHE_DIR=/train/.jax_cache
 WORKDIR /train
 CMD ["jaxrl-train", "--help"]

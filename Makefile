@@ -1,10 +1,10 @@
 # Two commands do everything on a fresh machine with Python 3.11 to 3.13:
 #   make train     install, run the main job (configs/vapo.py), draw its curves
 #   make test      install, run the test suite
-#   make slowtest  the tests that take longer (alltest: both, as in CI)
+#   make slowtest  install, run the slow tests (alltest: both, as in CI)
 #   make docs      install, build the documentation site into build/docs
 #   make accelerator EXTRA=gpu    install, measure a GPU (or tpu) in ten minutes
-# Variables: PYTHON (interpreter of a new venv), VENV (its folder), CONFIG,
+# Variables: PYTHON (interpreter for a new venv), VENV (its folder), CONFIG,
 # WORKDIR and ARGS (of the program, e.g. ARGS="--config.run.seed=1"), TESTS (e.g.
 # TESTS=tests/metrics_test.py), PYTEST_ARGS.
 
@@ -19,20 +19,20 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install
-# A file's tests stay in one worker, which then shares what it compiled; files
-# begin in the order of tests/conftest.py.
+# The tests of a file run in one worker, which reuses its compiled programs;
+# files start in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile \
   --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Compiled programs are kept between runs: the next start is much faster.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
-# Tests compile thousands of programs, nearly all of them in less.
+# Tests compile thousands of programs, nearly all of them in less time.
 test slowtest alltest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 
 .PHONY: help train test slowtest alltest docs accelerator lint clean
 .DEFAULT_GOAL := help
-# A failed `python -m venv` must not look like a made one.
+# A failed `python -m venv` must not leave its target behind.
 .DELETE_ON_ERROR:
 
 help:

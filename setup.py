@@ -4,12 +4,12 @@ import re
 
 import setuptools
 
-# Both ends of every range were installed and run (Python 3.11 with JAX
-# 0.10.2, Python 3.13 with JAX 0.12.0.1); what lies between is judgement.
+# Both ends of every range were installed and tested (Python 3.11 with JAX
+# 0.10.2, Python 3.13 with JAX 0.12.0.1); versions in between were not.
 _INSTALL = [
   "jax>=0.10.0,<0.13",
   "numpy>=2.0,<3",
-  "scipy>=1.13",  # JAX needs it, too.
+  "scipy>=1.13",  # JAX needs it too.
   "flax>=0.12.6,<0.13",
   "optax>=0.2.6,<0.3",
   "orbax-checkpoint>=0.12,<0.13",
@@ -17,12 +17,12 @@ _INSTALL = [
   "grain>=0.2.15,<0.3",
   "array-record>=0.8.1,<0.9",
   "tensorflow-datasets>=4.9.9,<5",
-  "importlib-resources>=6",  # tensorflow-datasets needs it, unsaid.
+  "importlib-resources>=6",  # tensorflow-datasets needs it undeclared.
   "ml-collections>=1.1,<2",
   "absl-py>=2.1",
   "safetensors>=0.6,<1",
   "tokenizers>=0.22,<0.24",
-  "huggingface-hub>=0.34,<3",  # Which tokenizers needs itself.
+  "huggingface-hub>=0.34,<3",  # tokenizers needs it too.
   "jinja2>=3.1.6,<4",
   "rich>=13,<16",
   "tensorboardX>=2.6,<3",
@@ -51,9 +51,9 @@ _EXTRAS["test"] = (
   ]
 )
 
-# Folders beside the package that are installed inside of it: a method file, a
-# program and a page are where a reader of the repository looks first, and an
-# installed package has them too.
+# Folders next to the package that are installed inside it: readers of the
+# repository find configs, programs and pages at the top level, and the
+# installed package contains them too.
 _FOLDERS = {
   "jaxrl_llm.configs": "configs",
   "jaxrl_llm.docs": "docs",
@@ -101,7 +101,7 @@ setuptools.setup(
   package_dir=_FOLDERS,
   package_data={
     "jaxrl_llm": ["assets/**/*", "py.typed"],
-    "jaxrl_llm.docs": ["settings.md"],  # What refusals of keys read.
+    "jaxrl_llm.docs": ["settings.md"],  # Read by errors for unknown keys.
   },
   entry_points={
     "console_scripts": [

@@ -1,7 +1,7 @@
-"""The programs of the project. Installed, NAME.py is the command jaxrl-NAME.
+"""Command-line programs; when installed, NAME.py is the command jaxrl-NAME.
 
-The other folders hold what the programs are made of; `dev` has the programs of
-developers, which are not installed.
+The subfolders contain the modules of these programs; `dev` contains developer
+tools, which are not installed.
 """
 
 import pathlib
@@ -10,8 +10,8 @@ import sys
 
 
 def main() -> None:
-  """Runs the program whose command this process is, as `python -m` would."""
-  # The folder that Python adds to the path of a program run by its path.
+  """Runs the program named by this process's command, as `python -m` would."""
+  # Python adds this folder to sys.path when a script is run by its path.
   sys.path.insert(0, str(pathlib.Path(__file__).parent))
   name = pathlib.Path(sys.argv[0]).name.removeprefix("jaxrl-")
   runpy.run_module(f"{__name__}.{name}", run_name="__main__", alter_sys=True)

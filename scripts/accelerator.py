@@ -1,23 +1,23 @@
-"""Measures what one accelerator makes of a run, within ten minutes.
+"""Measures the parts of a training run on one accelerator in ten minutes.
 
-    make accelerator EXTRA=gpu    # or tpu; without EXTRA small, on the CPU
+    make accelerator EXTRA=gpu    # or tpu; without EXTRA: small sizes, on a CPU
     python scripts/accelerator.py [--seconds=600] [--parts=device,decode]
         [--model=FOLDER --data=gsm8k.jsonl]
 
-Parts, each a program of its own on the first device, so that one which fails or
-takes too long costs no other:
+Each part runs in a separate process on the first device, so that a part that
+fails or takes too long does not affect the others:
 
-  device     bytes that it copies and products that it makes in a second
+  device     copy bandwidth and matrix-product throughput
   decode     tokens per second at 1, 16, 64 and 256 slots
   update     policy updates of 0.5B, 1.5B and 7B on packed rows of 8,192 tokens
-  attention  kernels of training and of decoding against plain XLA
-  agreement  log-probs of the sampler against the trainer's, in both precisions
-  tail       full rollouts (VAPO) against windows (T-PPO) on a long tail
-  grpo       GRPO on the embedded task, its accuracy before and after
+  attention  training and decoding kernels compared with plain XLA
+  agreement  log-probs of sampler and trainer compared, in both precisions
+  tail       full rollouts (VAPO) compared with windows (T-PPO) on a long tail
+  grpo       GRPO on the embedded task, with its accuracy before and after
   gsm8k      GRPO on GSM8K, with --model and --data
 
 Writes OUT/DEVICE.json and OUT/DEVICE.md after every measurement, and keeps
-compiled programs in .jax_cache: a run that was cut has lost nothing, and the
+compiled programs in .jax_cache: an interrupted run loses no results, and the
 next one compiles less. Exit code 1 if a part failed, 2 for bad input.
 """
 
@@ -44,17 +44,17 @@ from jaxrl_llm.errors import InputError
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _TAIL_STEPS = {"full": 10, "small": 4}
-_WARM_UP = 2  # Steps until windows have something to go on with.
+_WARM_UP = 2  # Steps until windows have truncated responses to continue.
 Numbers = dict[str, Any]
 
 
 def on_device(
   part: str, options: argparse.Namespace, limit_s: float
 ) -> Iterator[Numbers]:
-  """Runs a part of `devices.PARTS` as a program of its own.
+  """Runs a part of `devices.PARTS` in a separate process.
 
   Raises:
-    InputError: it failed, or took too long; what it yielded before holds.
+    InputError: it failed or took too long; numbers yielded before are valid.
   """
   command = [sys.executable, __file__, f"--part={part}"]
   command.append(f"--sizes={options.sizes}")
@@ -64,10 +64,10 @@ def on_device(
 
 
 def train(flags: list[str], limit_s: float) -> list[dict[str, Any]]:
-  """Rows of a run of scripts/train.py, those that it had time for.
+  """Runs scripts/train.py and returns the rows that it wrote in time.
 
   Raises:
-    InputError: it failed, or had time for none.
+    InputError: it failed, or did not finish a step in time.
   """
   with tempfile.TemporaryDirectory() as workdir:
     script = str(_ROOT / "scripts" / "train.py")
@@ -85,7 +85,7 @@ def train(flags: list[str], limit_s: float) -> list[dict[str, Any]]:
 def measure_tail(
   options: argparse.Namespace, limit_s: float
 ) -> Iterator[Numbers]:
-  """Seconds that generating takes, whole responses or windows of them."""
+  """Measures generation time of full rollouts and of windows."""
   rates, begin_s = {}, time.monotonic()
   settings = {"value.pretrain_steps": 0, "eval.problems": 2, "eval.samples": 1}
   settings["run.steps"] = _TAIL_STEPS[options.sizes]
@@ -112,7 +112,7 @@ def measure_tail(
 def measure_training(
   method: str, settings: str, options: argparse.Namespace, limit_s: float
 ) -> Iterator[Numbers]:
-  """Rewards and held-out accuracy of a run, first and last."""
+  """Measures the first and last reward and held-out accuracy of a run."""
   begin_s = time.monotonic()
   flags = [f"--config.{setting}" for setting in settings.split()]
   flags = [flag.format(**vars(options)) for flag in flags]
@@ -124,12 +124,12 @@ def measure_training(
       yield {f"{key.rpartition('/')[2]}_at_{step}": value}
 
 
-# Settings of GRPO on GSM8K, with the flags of this program in braces.
+# Settings of GRPO on GSM8K; braces contain flags of this program.
 _GSM8K = """model.path={model} data.path={data} model.dtype=bfloat16
 run.steps=1000 eval.problems=64 eval.greedy=True eval.every=25"""
 _Part = Callable[[argparse.Namespace, float], Iterator[Numbers]]
-# Name -> function that measures it, and its share of the time. What a part
-# leaves of its share goes to those after it.
+# Name -> function that measures the part, and its share of the time. Time that
+# a part does not use goes to the later parts.
 PARTS: dict[str, tuple[_Part, float]] = {
   **{
     name: (functools.partial(on_device, name), share)
@@ -149,7 +149,7 @@ def measure_all(
   options: argparse.Namespace,
   save: Callable[[Numbers], None],
 ) -> None:
-  """Measures the parts; `save` gets all numbers and errors after each."""
+  """Measures parts; calls `save` with all results after each measurement."""
   end_s = time.monotonic() + options.seconds
   found, errors = {}, {}
   for i, name in enumerate(parts):
@@ -170,7 +170,7 @@ def measure_all(
 
 
 def table(record: Numbers) -> str:
-  """The record as Markdown."""
+  """Returns the record as Markdown."""
   machine, device = record["machine"], record["parts"].get("device", {})
   versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
   product = device.get("matmul_flops_per_s")
@@ -192,22 +192,22 @@ def table(record: Numbers) -> str:
 `{record["command"]}`, {record["date"]}, {record["sizes"]} sizes, on \
 {machine["processor"]}, {machine["cpus"]} CPUs; {versions}.
 
-Shares of bytes are of what the device copies (above 1: they fit a cache), those
-of floating-point operations of its data sheet, or of a large product where that
-is not known.
+The peak is the measured copy bandwidth for bytes (a share above 1: the data fit
+in a cache), and the data sheet's value for floating-point operations, or the
+measured rate of a large matrix product if that is unknown.
 
 {report.markdown([dict(zip(titles, row)) for row in rows])}
 """
 
 
 def make_parser() -> argparse.ArgumentParser:
-  """The command line."""
+  """Returns the parser of the command line."""
   parser = program.make_parser(__doc__)
   add = parser.add_argument
-  add("--parts", help="of them; all by default")
+  add("--parts", help="comma-separated; default: all")
   add("--seconds", type=float, default=600.0, help="for all parts together")
-  add("--sizes", choices=devices.SIZES, help="by default small on a CPU")
-  add("--out", default="docs/accelerator", help="folder of the results")
+  add("--sizes", choices=devices.SIZES, help="default: small on a CPU")
+  add("--out", default="docs/accelerator", help="output folder")
   add("--model", default="", help="Hugging Face folder, for gsm8k")
   add("--data", default="", help="JSONL of questions and answers, for gsm8k")
   add("--part", choices=devices.PARTS, help=argparse.SUPPRESS)
@@ -233,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
       raise InputError(f"--parts={name} needs --model and --data")
   if options.seconds <= 0:
     raise InputError(f"--seconds={options.seconds:g} must be more than 0")
-  # A process of its own asks for the device: this one must not hold it.
+  # A separate process queries the device, so that this one does not hold it.
   found = "import json, jax; d = jax.devices()[0];"
   found += "print(json.dumps({'platform': d.platform, 'kind': d.device_kind}))"
   asked = [sys.executable, "-c", found]

@@ -1,4 +1,4 @@
-"""Measures speed and memory, alone or side by side with other programs.
+"""Measures speed and memory, alone or compared with other programs.
 
   python scripts/benchmark.py sampler [--shape=smollm2-135m]
   python scripts/benchmark.py train_step --peer "NAME=COMMAND" --rounds=3
@@ -9,11 +9,11 @@
   python scripts/benchmark.py estimators
   python scripts/benchmark.py checkpoint --megabytes=400
 
-Prints rows for a person and, as the last line, one JSON object. Weights are
-random, every response has full length (that of a lognormal law with a long tail
-in rollouts and simulator), compilation is not counted. A --peer is
-run alternately with a fresh process of ours; see docs/benchmarks.md. Exit code
-1 if a peer failed (after our own numbers), 2 for bad input.
+Prints readable rows and, as the last line, one JSON object. Weights are random,
+every response has full length (in rollouts and simulator, lengths are lognormal
+with a long tail), and compilation is not counted. A --peer runs alternately
+with a fresh process of this benchmark; see docs/benchmarks.md. Exit code 1 if a
+peer failed (after our own numbers), 2 for bad input.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _MODEL = "shape sampler_dtype batch prompt_length new_tokens repeats"
 _TAIL = f"{_MODEL} prompts group_size median p99"
 _STEP = f"{_MODEL} group_size micro_batch_size max_tokens_per_row remat_policy"
 _LOOP = "numpy_loop"
-# Part -> what measures it, and the options that it depends on.
+# Part -> function that measures it, and the options that it depends on.
 PARTS = {
   "sampler": (workloads.measure_sampler, f"{_MODEL} slots"),
   "rollouts": (workloads.measure_rollouts, _TAIL),
@@ -54,13 +54,13 @@ def settings_of(options) -> dict[str, Any]:
 
 
 def alone_command(options) -> list[str]:
-  """The same measurement without peers, as a program of its own."""
+  """Returns the command that repeats the measurement without peers."""
   flags = [f"--{name}={value}" for name, value in settings_of(options).items()]
   return [sys.executable, os.path.abspath(__file__), options.part, *flags]
 
 
 def run(options) -> dict[str, Any]:
-  """Measures, alone or with peers; returns what is printed at the end."""
+  """Measures, alone or with peers; returns the record to print."""
   load = os.getloadavg()
   if options.peers:
     result = peers.side_by_side(alone_command(options), options)
@@ -85,30 +85,30 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument("part", metavar="PART", help=", ".join(PARTS))
   add = parser.add_argument
   add("--shape", default="tiny", help=", ".join(peers.SHAPES))
-  help_ = "of its weights and products"
+  help_ = "of the sampler's weights and matrix products"
   add("--sampler_dtype", **program.DTYPE, help=help_)
   add("--batch", type=int, default=16, help="responses")
-  add("--slots", type=int, help="of the sampler, --batch by default")
+  add("--slots", type=int, help="of the sampler; default: --batch")
   add("--group_size", type=int, default=4, help="responses per prompt")
   add("--prompt_length", type=int, default=64, help="tokens")
   add("--new_tokens", type=int, default=128, help="tokens per response")
   add("--prompts", type=int, default=64, help="of rollouts")
-  add("--median", type=int, default=64, help="tokens, of rollouts")
-  add("--p99", type=int, default=512, help="tokens, of rollouts")
+  add("--median", type=int, default=64, help="tokens per response of rollouts")
+  add("--p99", type=int, default=512, help="tokens per response of rollouts")
   add("--micro_batch_size", type=int, default=4, help="rows per gradient")
-  row = "of a packed row, where responses share their prompt; one by default"
+  row = "capacity of a packed row; by default one prompt and response"
   add("--max_tokens_per_row", type=int, help=row)
   remat = {"choices": list(transformer.REMAT_POLICIES), "default": "full"}
-  add("--remat_policy", **remat, help="what the backward pass computes again")
+  add("--remat_policy", **remat, help="what the backward pass recomputes")
   add("--rows", type=int, default=512, help="of estimators")
-  add("--length", type=int, default=24576, help="of estimators, tokens")
-  add("--megabytes", type=int, default=400, help="of a checkpoint")
-  add("--repeats", type=int, default=3, help="timed after a warm-up")
+  add("--length", type=int, default=24576, help="tokens per row of estimators")
+  add("--megabytes", type=int, default=400, help="size of the checkpoint")
+  add("--repeats", type=int, default=3, help="timed runs after a warm-up")
   several = program.REPEATED | {"metavar": "NAME=COMMAND"}
-  add("--peer", **several, help="prints a JSON object; can be repeated")
+  add("--peer", **several, help="must print a JSON object; repeatable")
   add("--rounds", type=int, default=2, help="with peers: A B, B A, ...")
-  add("--timeout_s", type=float, default=3600.0, help="of one program")
-  add("--wait_idle", type=float, default=0.0, help="seconds, for a low load")
+  add("--timeout_s", type=float, default=3600.0, help="per program")
+  add("--wait_idle", type=float, default=0.0, help="max. seconds before a run")
   return parser
 
 
@@ -136,7 +136,7 @@ def check(options) -> None:
     )
   if options.max_tokens_per_row < longest:
     raise InputError(
-      f"--max_tokens_per_row={options.max_tokens_per_row} must hold a response"
+      f"--max_tokens_per_row={options.max_tokens_per_row} must fit a response"
       f" with its prompt, {longest} tokens"
     )
   options.peers = {}
@@ -144,10 +144,10 @@ def check(options) -> None:
     name, _, command = peer.partition("=")
     if not (name and command) or name == "ours":
       raise InputError(
-        f"--peer={peer!r} must be NAME=COMMAND, with a name but 'ours'"
+        f"--peer={peer!r} must be NAME=COMMAND, with a name other than 'ours'"
       )
     if name in options.peers:
-      raise InputError(f"--peer: two peers are called {name!r}")
+      raise InputError(f"--peer: two peers are named {name!r}")
     options.peers[name] = command
 
 

@@ -1,21 +1,21 @@
-"""Compiles a run for TPUs or GPUs that are not there: does it fit?
+"""Compiles a run for TPUs or GPUs without having them, to see if it fits.
 
     python scripts/compile.py --config=configs/vapo.py:qwen2.5-32b \
         --topology=v5p:4x4x4 [--config.KEY=VALUE ...] [--search]
     python scripts/compile.py --config=configs/grpo.py:one-gpu-1.5b \
         --topology=h100:1
 
-Needs `pip install -e '.[tpu]'` or `'.[gpu]'`, and no device. Every program of
-the run is compiled by the compiler for TPUs or GPUs at its largest shapes, with
-the meshes of the config on the devices of the topology. Prints, a device: bytes
-of arguments and temporaries, as compiled and by the model's account; kernels
-that are called; what each phase sends to other devices, by axis of the mesh;
-and seconds by the roofline, with the bounds named. Times are predicted, never
-measured. --search compiles nothing: it ranks meshes, micro-batches and what the
-backward pass keeps by those times.
+Needs `pip install -e '.[tpu]'` or `'.[gpu]'`, but no device. Every program of
+the run is compiled by the TPU or GPU compiler at its largest shapes, with the
+meshes of the config on the devices of the topology. Prints, per device: bytes
+of arguments and temporaries, as compiled and as estimated; the kernels that are
+called; the bytes that each phase sends to other devices, by mesh axis; and
+roofline seconds with the limiting resource. Times are predicted, never
+measured. --search compiles nothing: it ranks meshes, micro-batches and
+rematerialization policies by those times.
 
-The shape of the model is that of config.model.path or, without one, of the
-preset. Exit code 0 if all fits, 1 if not, 2 for bad input.
+The model's shape is taken from config.model.path or, without one, from the
+preset. Exit code 0 if everything fits, 1 if not, 2 for bad input.
 """
 
 import os
@@ -36,17 +36,17 @@ from absl import flags  # noqa: E402
 from parts import command_line, program  # noqa: E402
 
 _CONFIG = command_line.define_config(
-  None, "METHOD:PRESET or FILE.py:PRESET, whose model it is."
+  None, "METHOD:PRESET or FILE.py:PRESET; the preset names the model."
 )
 _TOPOLOGY = flags.DEFINE_string(
   "topology", "v5p:4x4x4", "TPUs as CHIP:AxB[xC], or GPUs as CHIP:COUNT."
 )
 _SEARCH = flags.DEFINE_bool("search", False, "Rank meshes; compile nothing.")
 _MEAN = flags.DEFINE_float(
-  "mean_response", 0.0, "Tokens; a quarter of the longest by default."
+  "mean_response", 0.0, "Tokens; default: a quarter of the maximum length."
 )
 _CACHE = flags.DEFINE_string(
-  "cache", ".jax_cache/compiled", "Folder of what was found of programs."
+  "cache", ".jax_cache/compiled", "Folder of cached compilation results."
 )
 if __name__ == "__main__":  # Before JAX, which takes seconds.
   command_line.answer_help(sys.argv)
@@ -65,26 +65,26 @@ from jaxrl_llm.system import files  # noqa: E402
 from jaxrl_llm.trainer import build, meshes, sampler, validation  # noqa: E402
 
 _NOTHING_FITS = (
-  "no mesh of these chips holds this run by the account: take more or larger"
-  " ones, or lower sampler.kv_pages or the longest response"
+  "by the estimate, the run fits on no mesh of these chips: use more or larger"
+  " chips, or lower sampler.kv_pages or the maximum response length"
 )
 _GIB = 2.0**30
 
 
 def model_of(config: Any, preset: str) -> models.ModelConfig:
-  """The shape of the model."""
+  """Returns the shape of the model."""
   if config.model.path:
     return hf.read_config(config.model.path)
   if preset in MODELS:
     return MODELS[preset]
   raise InputError(
-    f"preset {preset!r} names no model; give --config.model.path, or one of"
+    f"preset {preset!r} has no model; give --config.model.path, or one of"
     f" {', '.join(MODELS)}"
   )
 
 
 class Programs:
-  """The programs of a run, lowered, and what stays in memory beside them."""
+  """The lowered programs of a run, and the bytes that stay in memory."""
 
   def __init__(self, config, model, devices):
     both = meshes.make_meshes(config, devices)
@@ -109,9 +109,9 @@ class Programs:
       "value": size([critic.shapes, own]) if critic else 0,
       "sampler": size(transfer.shapes),
     }
-    # Bytes of a base that policy and critic share, which is held once.
+    # Bytes of a base that policy and critic share; it is in memory once.
     self.shared = size(shared)
-    # The part of it that scoring receives.
+    # Bytes of the parameters that scoring receives.
     self.parameters = {"policy": size(whole)}
     self.parameters["value"] = size(critic.params) if critic else 0
     if "ref_logprobs" in self.learner.algorithm.leaves:
@@ -147,24 +147,23 @@ def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
 
 
 def report(config, model, programs: Programs, chip: Chip) -> bool:
-  """Compiles and prints; returns whether everything fits."""
+  """Compiles the programs and prints a table; returns whether all fit."""
   sizes, written = (
     account.Sizes(config, model, mesh, _MEAN.value, chip.platform)
     for mesh in (programs.mesh, programs.sampler_mesh)
   )
   kept, fits = programs.kept, True
   held = ", ".join(f"{k} {v / _GIB:.2f}" for k, v in kept.items())
-  print(f"GiB a device that stays: {held}")
+  print(f"resident GiB per device: {held}")
   table = program.Table(
-    "program | compile s | arguments | temporaries | by account | fits"
-    " | kernels"
+    "program | compile s | arguments | temporaries | estimated | fits | kernels"
   )
   sent, kv_bytes, known = {}, 0.0, account.temporaries_by_program(sizes)
-  # Decoding first: its KV cache lies beside all other programs.
+  # Decoding first: its KV cache stays in memory during all other programs.
   first = lambda item: item[0] != "sampler decode"
   for name, lowered in sorted(programs.lowered.items(), key=first):
-    # A micro-batch; the head goes over a row in chunks. A call of decoding is
-    # as many steps as a page has tokens.
+    # One micro-batch; the head processes a row in chunks. A decode call has as
+    # many steps as a page has tokens.
     chunk = sizes.head_chunk(sizes.micro_rows("policy"))
     loops = [1, -(-sizes.row // sizes.context // chunk)]
     loops = [sizes.page] if name == "sampler decode" else loops
@@ -201,10 +200,10 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
 
 
 def _print_times(sizes, written, chip, sent) -> dict[str, tuple[Work, ...]]:
-  """Prints what compiled programs do, and returns it."""
+  """Prints and returns the work of the compiled programs."""
   work = account.work_by_program(sizes, written)
   table = program.Table(
-    "program | TFLOP | GB moved | sent GB, by axis | by account | s | bound"
+    "program | TFLOP | GB moved | sent GB, by axis | estimated | s | bound"
   )
   for name in sorted(sent.keys() & work, key=list(work).index):
     calls = sizes.page if name == "sampler decode" else 1
@@ -221,7 +220,7 @@ def _print_times(sizes, written, chip, sent) -> dict[str, tuple[Work, ...]]:
     numbers = flops / 1e12, moved / 1e9, last.sent / 1e9, seconds
     tflop, moved, sent_gb, seconds = (f"{x:.3g}" for x in numbers)
     table.row(name, tflop, moved, axes, sent_gb, seconds, bound)
-  print("of a micro-batch, of decoding of a step\n")
+  print("per micro-batch; decoding: per decode step\n")
   return work
 
 
@@ -231,16 +230,16 @@ def _print_step(sizes, chip, work) -> None:
   print(
     f"predicted: a step of {sizes.responses} responses of {sizes.response:.0f}"
     f" tokens takes {sum(total.values()):.4g} s ({parts}), decoding in"
-    f" {sizes.decoding.steps:.0f} steps, the longest responses included"
+    f" {sizes.decoding.steps:.0f} steps, including the longest responses"
   )
   shares = ", ".join(f"{k} {v:.0%}" for k, v in cost.SHARES._asdict().items())
-  print(f"assumed shares of what the maker states: {shares}")
+  print(f"assumed shares of the manufacturer's figures: {shares}")
 
 
 def _print_found(found: list[mesh_search.Fit]) -> None:
   table = program.Table(
-    "mesh | sampler.mesh | micro-batch | remat | mu_dtype | GiB a device"
-    " | s a step"
+    "mesh | sampler.mesh | micro-batch | remat | mu_dtype | GiB per device"
+    " | s per step"
   )
   for fit in found[:10]:
     meshes = (" x ".join(map(str, x)) for x in (fit.mesh, fit.sampler_mesh))
@@ -248,11 +247,11 @@ def _print_found(found: list[mesh_search.Fit]) -> None:
     settings = fit.micro_batch, fit.remat_policy, fit.mu_dtype
     table.row(*meshes, *settings, *costs)
   axes = " x ".join(sharding.AXES)
-  print(f"{axes}, by the model's account; nothing was compiled")
+  print(f"{axes}, as estimated; nothing was compiled")
 
 
 def check_flags() -> None:
-  """Refuses flags that lack others."""
+  """Checks that --config is given."""
   if not _CONFIG.present:
     raise InputError("no --config; give --config=METHOD:PRESET, see --help")
 
@@ -266,7 +265,7 @@ def main(_: list[str]) -> int:
   longest = config.sampler.max_response_length
   if _MEAN.value and not 1 <= _MEAN.value <= longest:
     raise InputError(
-      f"--mean_response={_MEAN.value:g}: must be in [1, {longest}], up to"
+      f"--mean_response={_MEAN.value:g}: must be in [1, {longest}], at most"
       " config.sampler.max_response_length"
     )
   chip, count = topology.parse(_TOPOLOGY.value)
@@ -278,11 +277,13 @@ def main(_: list[str]) -> int:
   found = mesh_search.search(config, model, count, chip, _MEAN.value)
   if _SEARCH.value:
     if not found:
-      raise InputError(f"it does not fit; {_NOTHING_FITS}")
+      raise InputError(f"the run does not fit; {_NOTHING_FITS}")
     _print_found(found)
     return 0
-  advice = f"by the account it does with {found[0].flags()}" if found else ""
-  print(f"compile: it does not fit; {advice or _NOTHING_FITS}", file=sys.stderr)
+  advice = f"by the estimate it fits with {found[0].flags()}" if found else ""
+  print(
+    f"compile: the run does not fit; {advice or _NOTHING_FITS}", file=sys.stderr
+  )
   return 1
 
 

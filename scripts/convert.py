@@ -3,24 +3,24 @@
   python scripts/convert.py --checkpoint=WORKDIR --out=DIR [--step=N|best]
       [--adapters | --critic] [--plugin=FILE.py]
 
-DIR gets config.json, model.safetensors and the tokenizer's files, and is read
-by `transformers`, by `--config.model.path=DIR` and by `models.load(DIR)`. Of a
-run with model.lora_rank, --adapters writes the adapters alone, for PEFT;
-otherwise they are merged. --critic writes the critic, which `transformers`
-reads as AutoModelForTokenClassification (a logit is V after its token), and
-`--config.value.init_from=DIR` starts another from it. A model of a family of
-your own needs its --plugin. Exit code 2 for bad input.
+DIR gets config.json, model.safetensors and the tokenizer's files, and can be
+loaded by `transformers`, by `--config.model.path=DIR` and by
+`models.load(DIR)`. For a run with model.lora_rank, --adapters writes only the
+adapters, for PEFT; otherwise they are merged. --critic writes the critic, which
+`transformers` loads as AutoModelForTokenClassification (the logit at a token is
+V after it); `--config.value.init_from=DIR` starts another critic from it. A
+custom model family needs its --plugin. Exit code 2 for bad input.
 
-With AdamW's moments, training goes on in another framework, or here:
+With AdamW's moments, training can continue in another framework, or here:
 
   python scripts/convert.py --checkpoint=WORKDIR --out=DIR --form=FORM
       [--step=N|best] [--critic]
   python scripts/convert.py --checkpoint=WORKDIR --take=DIR [--critic]
 
 FORM is dcp (a torch distributed checkpoint), trl (a checkpoint of TRL and
-other Trainers of transformers) or tunix. --take puts the state in DIR, in any
-of these forms, into a run that `--config.run.steps=0` has begun: the same
-WORKDIR trains on from it. See docs/foreign.md.
+other Trainers of transformers) or tunix. --take loads the state in DIR, in any
+of these forms, into a run created with `--config.run.steps=0`; the run then
+continues from it. See docs/foreign.md.
 """
 
 import fcntl
@@ -40,10 +40,10 @@ from jaxrl_llm.system import plugin
 
 
 def convert(options) -> str:
-  """Writes the directory; returns a line that says what is in it.
+  """Writes the directory; returns a one-line summary of its content.
 
   Raises:
-    InputError: the run cannot be read or the directory not be written.
+    InputError: the run cannot be read, or the directory cannot be written.
   """
   _check(options)
   for file in options.plugin:
@@ -73,10 +73,10 @@ def convert(options) -> str:
 
 
 def _check(options) -> None:
-  """Refuses flags that do not go together.
+  """Checks that the flags can be combined.
 
   Raises:
-    InputError: there are some.
+    InputError: two flags exclude each other, or --out is empty.
   """
   if options.out == "":
     raise InputError("--out is empty; give a directory")
@@ -89,13 +89,13 @@ def _check(options) -> None:
   }
   if chosen and any(given.values()):
     raise InputError(
-      f"{next(filter(given.get, given))} does not go with --{chosen[0]}; leave"
-      " one of them out"
+      f"{next(filter(given.get, given))} cannot be combined with"
+      f" --{chosen[0]}; leave one of them out"
     )
 
 
 class _Part:
-  """A model in a checkpoint of a run, and what `foreign` needs of it."""
+  """A model in a checkpoint of a run, with the state that `foreign` needs."""
 
   def __init__(self, run: pathlib.Path, step: int, name: str, items: str):
     config = workdir.read_config(run)
@@ -104,8 +104,8 @@ class _Part:
     self.settings = config.optimizer[group]
     if adapters or self.settings.frozen or self.settings.name != "adamw":
       raise InputError(
-        f"{run}: does not train the whole {name} by AdamW, so that other"
-        " frameworks have no such state"
+        f"{run}: does not train all parameters of the {name} with AdamW, so"
+        " other frameworks cannot represent its state"
       )
     if name == "critic":
       fns, self.params = workdir.load_critic(run, step)
@@ -117,11 +117,11 @@ class _Part:
     self.items = checkpoint.load_whole(folder, items)
     self.trained = f"learner.{name}.trained"
     self.optimizer = self.items[f"learner.{name}.optimizer"]
-    self.adam = self.optimizer["opt_state"][1][0]  # After the clipping.
+    self.adam = self.optimizer["opt_state"][1][0]  # 0 is the clipping.
 
 
 def _export(run: pathlib.Path, step: int, name: str, options) -> str:
-  """Writes a model of a run with its moments, in a form of `foreign`."""
+  """Writes a model of a run with its moments, in a format of `foreign`."""
   out = pathlib.Path(options.out)
   part = _Part(run, step, name, f"learner.{name}.")
   if out.exists() and any(out.iterdir()):
@@ -139,14 +139,16 @@ def _export(run: pathlib.Path, step: int, name: str, options) -> str:
 
 
 def _take(run: pathlib.Path, name: str, source: str) -> str:
-  """Puts a state in a form of `foreign` into a run without steps."""
+  """Loads a state in a format of `foreign` into a run without steps."""
   if workdir.steps(run) != [0]:
-    raise InputError(f"{run}: has steps; begin one with --config.run.steps=0")
+    raise InputError(
+      f"{run}: has steps; create a run with --config.run.steps=0"
+    )
   part = _Part(run, 0, name, "")
   for item in part.items:
     if re.fullmatch(r"learner\.(?!temperature_state)\w+", item):
       raise InputError(
-        f"{run}: has {item}, which follows the policy; choose a method without"
+        f"{run}: has {item}, which depends on the policy; use another method"
       )
   state = foreign.read(source, *part.model)
   cast = lambda new, old: np.asarray(new, old.dtype)
@@ -155,7 +157,7 @@ def _take(run: pathlib.Path, name: str, source: str) -> str:
   part.adam["mu"] = put(state.mu, part.adam["mu"])
   part.adam["nu"] = put(state.nu, part.adam["nu"])
   part.adam["count"] = part.optimizer["step"] = np.int32(state.step)
-  busy = as_input_error(f"{run}: is trained in", "stop that", BlockingIOError)
+  busy = as_input_error(f"{run}: is being trained", "stop it", BlockingIOError)
   with busy, (run / "lock").open("a") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     saver = checkpoint.Checkpointer(run / "checkpoints", keep=1)
@@ -164,7 +166,7 @@ def _take(run: pathlib.Path, name: str, source: str) -> str:
     saver.close()
   for line in saver.new_errors():
     raise InputError(line)
-  return f"{run} goes on from {source}: its {name}, after {state.step} updates"
+  return f"{run} has the {name} of {source}, after {state.step} updates"
 
 
 @program.one_line
@@ -175,18 +177,18 @@ def main(arguments: list[str] | None = None) -> None:
   add("--checkpoint", required=True, metavar="WORKDIR", help="of the run")
   where = parser.add_mutually_exclusive_group(required=True)
   where.add_argument("--out", metavar="DIR", help="directory to write")
-  where.add_argument("--take", metavar="DIR", help="state that the run takes")
-  add("--step", help="which checkpoint, or 'best'; the newest by default")
+  where.add_argument("--take", metavar="DIR", help="state to load into the run")
+  add("--step", help="checkpoint, or 'best'; default: the newest")
   what = parser.add_mutually_exclusive_group()
-  help_ = "write them alone, for PEFT"
+  help_ = "write only the adapters, for PEFT"
   what.add_argument("--adapters", action="store_true", help=help_)
-  help_ = "write or take the critic instead of the policy"
+  help_ = "write or load the critic instead of the policy"
   what.add_argument("--critic", action="store_true", help=help_)
-  help_ = "write the moments, too; the form of the directory"
+  help_ = "format of the directory; the moments are written too"
   add("--form", choices=foreign.FORMS, help=help_)
-  help_ = "of the weights in the file; float32 is exact"
+  help_ = "of the written weights; float32 is exact"
   add("--dtype", **program.DTYPE, help=help_)
-  help_ = "file of your own parts; repeatable"
+  help_ = "Python file of custom parts; repeatable"
   add("--plugin", **program.REPEATED, metavar="FILE", help=help_)
   print(convert(parser.parse_args(arguments)))
 

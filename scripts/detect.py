@@ -1,29 +1,29 @@
-"""Says which host of a fleet is broken, from what every host reports.
+"""Finds the broken hosts of a fleet from the metrics that all hosts report.
 
     python scripts/detect.py --metrics=DIR [--hold_s=240] [--threshold=1.6]
 
-DIR has one JSONL file a host, HOST.jsonl. A line is either a sample,
+DIR has one JSONL file per host, HOST.jsonl. A line is either a sample,
 
     {"time": UNIX_SECONDS, "role": "trainer", "cpu_usage": 71.5, ...}
 
-about one a second, `role` (hosts of other roles do other work; the same for
-all if left out) and any metrics; the last 15 minutes are looked at. Or it is a
-row of a training step, as every process of a run of several writes them to
-DIR/hosts of its --workdir,
+about one per second, with any metrics and the host's `role` (hosts with
+different roles do different work; by default all have the same role); the last
+15 minutes are used. Or it is a row of a training step, as every process of a
+multi-process run writes to WORKDIR/hosts,
 
     {"step": 12, "time": UNIX_SECONDS, "time/step_s": 9.5, "host/reward_s": 3.1}
 
-whose phases are compared, without what they wait for (host/*) if that is known.
-A host is named if it departs from the others of its role and from its own norm
-for --hold_s seconds without a break, if it takes 1.5 times as long as they do
-for 20 seconds and four steps, or if it has been silent for a minute by the
-median host's clock. The norm of a host is its level in the first three of the
-15 minutes, so call the command every five minutes: a host that broke before
-them looks normal.
+whose phases are compared, excluding waiting time (host/*) where it is known. A
+host is reported if it deviates from the other hosts of its role and from its
+own baseline for --hold_s seconds without a break, if it takes 1.5 times as long
+as they do for 20 seconds and four steps, or if it has been silent for a minute
+by the median host's clock. The baseline of a host is its level in the first
+three of the 15 minutes, so run the command every five minutes: a host that
+broke before that window looks normal.
 
-Fewer than three hosts of a role are not compared, as any of them could be the
-broken one. If no role has three, the error names the host that is more likely
-broken of two.
+Roles with fewer than three hosts are not compared, because any of them could be
+the broken one. If no role has three and there are two hosts in all, the error
+names the one that is more likely broken.
 
 Exit code 0 if no host is broken, 1 if one is, 2 for bad input and for hosts
 that cannot be compared.
@@ -70,8 +70,8 @@ def report(
   for alarm in fleet.detect(x, metrics, roles, **how):
     since = end - x.shape[1] + alarm.since
     lines.append(
-      f"{names[alarm.host]}: {alarm.metric} unlike the other hosts of its role"
-      f" since {since:.0f} ({alarm.until - alarm.since:.0f} s, score"
+      f"{names[alarm.host]}: {alarm.metric} deviates from the other hosts of"
+      f" its role since {since:.0f} ({alarm.until - alarm.since:.0f} s, score"
       f" {alarm.score:.1f})"
     )
   return lines
@@ -80,8 +80,8 @@ def report(
 def suspicion(reports: fleet.Reports) -> str:
   """Returns which of two hosts is more likely broken; '' if neither stands out.
 
-  It is the one that takes longer for a phase, or whose metric has moved farther
-  from its own first minutes.
+  It is the host that takes longer for a phase, or whose metric has moved
+  farther from its level in the first minutes.
   """
   names = list(reports.hosts)
   if len(names) != 2 or len(set(reports.roles)) != 1:
@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
   if not lines and max(sizes.values()) < fleet.FEWEST:
     raise InputError(
       f"{options.metrics}: cannot compare {len(hosts)} host(s); give at least"
-      f" {fleet.FEWEST} of a role{suspicion(reports)}"
+      f" {fleet.FEWEST} per role{suspicion(reports)}"
     )
   print("\n".join(lines) or f"none of the {len(hosts)} hosts is broken")
   for role, size in sizes.items():

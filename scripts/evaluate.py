@@ -4,11 +4,11 @@
     python scripts/evaluate.py --checkpoint=MODEL_DIR \
         --dataset=problems.jsonl,math500 [--config=configs/METHOD.py[:PRESET]]
 
-A run brings its own settings, a model directory takes those of --config: by
-default a chat prompt and numeric answers. --config.group.key=value overrides
-either. --critic and --search use the critic of a run. --out=DIR gets a line a
-problem of each set. Prints tables and, as the last line, one JSON object (of
-several sets an object {"sets": [...]}). Exit code 2 for bad input.
+A run has its own settings; a model directory uses those of --config, by default
+a chat prompt and numeric answers. --config.group.key=value overrides either.
+--critic and --search use the critic of a run. --out=DIR writes one line per
+problem of each set. Prints tables and, as the last line, one JSON object (with
+several sets, {"sets": [...]}). Exit code 2 for bad input.
 """
 
 import json
@@ -24,43 +24,43 @@ from jaxrl_llm.errors import InputError, as_input_error
 
 _DEFAULT = pathlib.Path(__file__).resolve().parents[1] / "configs" / "vapo.py"
 _CONFIG = command_line.define_config(
-  f"{_DEFAULT}:gsm8k-smoke", "Settings of a model directory; a run has its own."
+  f"{_DEFAULT}:gsm8k-smoke", "Settings for a model directory; runs have theirs."
 )
 _CHECKPOINT = flags.DEFINE_string(
-  "checkpoint", "", "Workdir of a run, or Hugging Face model directory."
+  "checkpoint", "", "--workdir of a run, or Hugging Face model directory."
 )
 _STEP = flags.DEFINE_string(
-  "step", None, "Checkpoint of a run, or 'best'; the newest by default."
+  "step", None, "Checkpoint of a run, or 'best'; default: the newest."
 )
-_SETS = """Sets, with commas between: a JSONL or Parquet file, 'tfds:NAME', a
-source as 'chain_sum', or a set in the Hub's cache: gsm8k, math500, aime24,
-aime25, amc23, minerva, olympiadbench; by default those of the settings."""
+_SETS = """Comma-separated sets: a JSONL or Parquet file, 'tfds:NAME', a source
+such as 'chain_sum', or a set in the Hub's cache: gsm8k, math500, aime24,
+aime25, amc23, minerva, olympiadbench; default: the sets of the settings."""
 _DATASET = flags.DEFINE_list("dataset", [], _SETS)
 _OUT = flags.DEFINE_string(
-  "out", None, "Folder for SET.jsonl: a problem a line, with its responses."
+  "out", None, "Folder of SET.jsonl: a problem and its responses per line."
 )
 _PLUGIN = command_line.define_plugin()
 _SAMPLES = flags.DEFINE_integer("samples", None, "Responses per problem, k.")
-_PROBLEMS = flags.DEFINE_integer("problems", None, "Most problems; 0 is all.")
+_PROBLEMS = flags.DEFINE_integer("problems", None, "Max. problems; 0 is all.")
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy.")
 _TOP_P = flags.DEFINE_float("top_p", None, "Nucleus probability mass.")
-_SEED = flags.DEFINE_integer("seed", None, "Of the sampling; the run's own.")
+_SEED = flags.DEFINE_integer("seed", None, "Sampling seed; default: run.seed.")
 _SEARCH = flags.DEFINE_enum(
   "search",
   None,
   methods.FILES["search"]["search"].split(),
-  "Search by the run's own critic, which implies --critic.",
+  "Test-time search with the run's critic; implies --critic.",
 )
 _CRITIC = flags.DEFINE_bool(
-  "critic", False, "Adds best@k and weighted_maj@k by the run's own critic."
+  "critic", False, "Adds best@k and weighted_maj@k by the run's critic."
 )
 
 
 def make_config(policy):
-  """Settings of the run or of --config, with all overrides applied.
+  """Returns the settings of the run or of --config, with all overrides.
 
   Raises:
-    InputError: a flag does not fit the directory.
+    InputError: a flag cannot be used with this kind of directory.
   """
   from jaxrl_llm.trainer import policy_evaluation
 
@@ -76,8 +76,8 @@ def make_config(policy):
     )
   if policy.step is None and not (_DATASET.value or _CONFIG.present):
     raise InputError(
-      f"--checkpoint={policy.path} is a model directory; give --dataset, or the"
-      " --config whose problems it is to solve"
+      f"--checkpoint={policy.path} is a model directory; give --dataset, or a"
+      " --config that has evaluation problems"
     )
   config = _CONFIG.value if _CONFIG.present else None
   datasets = ",".join(_DATASET.value)
@@ -106,7 +106,7 @@ def results_of(evaluated) -> dict[str, float | None]:
 
 
 def write(folder: pathlib.Path, evaluated) -> None:
-  """A line a problem: how many of its responses are right, and all of them.
+  """Writes one line per problem: its responses and the number of correct ones.
 
   Raises:
     InputError: the folder cannot be written.
@@ -121,7 +121,7 @@ def write(folder: pathlib.Path, evaluated) -> None:
 
 
 def problem_of(evaluated, first: int) -> dict:
-  """A problem with all of its responses, of which this row is the first."""
+  """Returns a problem and all of its responses; `first` is their first row."""
   from jaxrl_llm import metrics
 
   prompt, rows = evaluated.judged.prompts[first], range(evaluated.samples)
@@ -140,7 +140,7 @@ def problem_of(evaluated, first: int) -> dict:
 
 
 def show(title: str, results: dict, samples) -> None:
-  """Prints a table of the numbers, and the responses."""
+  """Prints a table of the results, and some responses."""
   from jaxrl_llm import metrics
 
   print(f"{metrics.printable(title)}\n")
@@ -157,7 +157,7 @@ def show(title: str, results: dict, samples) -> None:
 
 def run() -> None:
   """Loads, evaluates and prints."""
-  # Heavy imports late: a typing error in a flag answers at once.
+  # Slow imports come late, so that a typo in a flag is reported at once.
   from jaxrl_llm import api
   from jaxrl_llm.system import plugin
   from jaxrl_llm.trainer import policy_evaluation

@@ -1,17 +1,17 @@
-"""Samples responses to prompts; needs a model, but no run and no data set.
+"""Samples responses to prompts; needs a model, but no run or data set.
 
   python scripts/generate.py --prompt='3+5?' --out=samples.jsonl
   python scripts/generate.py --model=DIR --prompts=FILE --out=samples.jsonl
   python scripts/generate.py --prompt='3+5?' --environment=calculator --stop='='
 
-FILE has one prompt a line or, as FILE.jsonl or FILE.parquet, rows with "prompt"
-(a text or a conversation), "messages" or "question", as a data set for training
-has them, whose other fields come out again. A sample is one
-JSON object a line: index of prompt and sample, the prompt's fields, text,
-tokens, their log-probabilities, and why it stopped: "finished" (by the model or
-a stop string), "overlong" or "failed" (its environment did). Equal flags give
-equal samples, whatever the slots. Ctrl-C keeps what has ended; --resume adds
-what is missing. Exit code 2 for bad input.
+FILE has one prompt per line or, as FILE.jsonl or FILE.parquet, rows with
+"prompt" (a text or a conversation), "messages" or "question" as in training
+data; other fields are copied to the output. The output has one JSON object per
+line and sample: index of prompt and sample, the prompt's fields, text, tokens,
+their log-probabilities, and the stop reason: "finished" (by the model or a stop
+string), "overlong" or "failed" (the environment failed). The same flags give
+the same samples, regardless of --slots. Ctrl-C keeps the finished samples;
+--resume adds the missing ones. Exit code 2 for bad input.
 """
 
 import argparse
@@ -38,18 +38,18 @@ from jaxrl_llm.sampling.settings import max_tokens_of
 from jaxrl_llm.system import plugin, signals
 
 _STDIO = "-"
-# Settings of conversations, see config group `environment`.
+# Settings of conversations, see the config group `environment`.
 _TURNS = {"workers": 1, "deadline_s": 10.0, "max_turns": 16}
 _TURNS["max_observation_tokens"] = 256
-# Options that a sample does not depend on; the prompts are compared themselves.
+# Options that samples do not depend on; prompts are compared one by one.
 _FREE = ("prompts", "prompt", "jsonl", "out", "samples", "slots", "resume")
 
 
 def check(options) -> None:
-  """Refuses counts out of range, and an --out that must not be written.
+  """Checks the ranges of counts, and that --out may be written.
 
   Raises:
-    InputError: there is one.
+    InputError: a count is out of range, or --out cannot be used.
   """
   counts = {"samples": (1, generate.MAX_SAMPLES), "slots": (1, 1 << 20)}
   counts |= {"max_new_tokens": (1, 1 << 30), "seed": (0, (1 << 32) - 1)}
@@ -66,10 +66,10 @@ def check(options) -> None:
 
 
 def read_requests(options) -> list[rows.Row]:
-  """The prompts of the flags, those of the file first.
+  """Returns the prompts of --prompts, then those of --prompt.
 
   Raises:
-    InputError: there are none, or they cannot be read.
+    InputError: there are no prompts, or they cannot be read.
   """
   requests, name = [], options.prompts
   if name is not None:
@@ -83,7 +83,7 @@ def read_requests(options) -> list[rows.Row]:
   for number, text in enumerate(options.prompt, start=1):
     where = f"--prompt number {number}"
     if not text:
-      raise InputError(f"{where} is empty; write a text")
+      raise InputError(f"{where} is empty; give a text")
     requests.append(rows.Row(where, {"prompt": text}))
   if not 1 <= len(requests) <= generate.MAX_PROMPTS:
     raise InputError(
@@ -94,13 +94,13 @@ def read_requests(options) -> list[rows.Row]:
 
 
 def make_sampling(options, tokenizer: Tokenizer) -> SamplingSettings:
-  """The sampling settings of the flags.
+  """Returns the sampling settings of the flags.
 
   Raises:
-    InputError: one is out of range.
+    InputError: a setting is out of range.
   """
   if "" in options.stop:
-    raise InputError("--stop is empty; write a text")
+    raise InputError("--stop is empty; give a text")
   forbidden = tokenizer.single_tokens(options.forbid, "--forbid")
   names = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
   settings = SamplingSettings(
@@ -118,10 +118,10 @@ def make_sampling(options, tokenizer: Tokenizer) -> SamplingSettings:
 def make_template(
   options, tokenizer: Tokenizer
 ) -> tuple[Template, turns.ConversationConfig | None]:
-  """Makes the template of prompts, and the conversations with an environment.
+  """Makes the prompt template, and the config of environment conversations.
 
   Raises:
-    InputError: there is no such environment.
+    InputError: the environment is unknown.
   """
   name = "chat" if options.chat else "completion"
   if not options.environment:
@@ -138,10 +138,10 @@ def make_template(
 
 
 def make_job(options) -> generate.Generation:
-  """Everything that writes samples; reads the weights last.
+  """Makes the generation job from the flags.
 
   Raises:
-    InputError: flags, prompts and model do not fit together.
+    InputError: flags, prompts and model are incompatible.
   """
   requests = read_requests(options)
   policy = api.load(options.model, dtype=options.dtype)
@@ -160,7 +160,7 @@ def make_job(options) -> generate.Generation:
 
 
 def _digest(options, policy: api.Policy) -> str:
-  """Names what samples depend on by eight characters."""
+  """Returns eight hexadecimal characters that identify the sample settings."""
   values = {k: v for k, v in vars(options).items() if k not in _FREE}
   values |= {"model": str(policy.path.resolve()), "step": policy.step}
   text = json.dumps(values, sort_keys=True)
@@ -168,13 +168,13 @@ def _digest(options, policy: api.Policy) -> str:
 
 
 def write_samples(job: generate.Generation, options) -> int:
-  """Writes the samples that --out lacks, and says how it went.
+  """Writes the samples that are missing from --out, and prints a summary.
 
   Returns:
-    The exit code: 0, or 128 + number of the signal that ended it early.
+    The exit code: 0, or 128 + number of the signal that stopped it early.
 
   Raises:
-    InputError: the file has other samples or cannot be written.
+    InputError: the file has samples of other settings or cannot be written.
   """
   path, to_file = pathlib.Path(options.out), options.out != _STDIO
   done, count = set(), len(job.prompts)
@@ -198,7 +198,7 @@ def write_samples(job: generate.Generation, options) -> int:
 
 
 def show_summary(progress, reasons, total: int, options) -> None:
-  """Says on standard error what was written."""
+  """Prints on standard error how many responses were written, and how fast."""
   rate = progress.tokens / progress.seconds
   written = f"{progress.responses:,} responses, {progress.tokens:,} tokens"
   took = f"{progress.seconds:.1f} s with compilation, {rate:,.0f} tokens/s"
@@ -207,42 +207,42 @@ def show_summary(progress, reasons, total: int, options) -> None:
   if progress.responses < total:
     parts.append(f"{total - progress.responses:,} missing")
     if options.out != _STDIO:
-      parts.append("the same command with --resume writes them")
+      parts.append("run the same command with --resume to write them")
   print("; ".join(parts), file=sys.stderr)
 
 
 def escaped(text: str) -> str:
-  r"""Text of a flag, in which \n is a new line and \\ a backslash."""
+  r"""Returns the text of a flag; \n is a new line and \\ a backslash."""
   return re.sub(r"\\([n\\])", lambda m: m[1].replace("n", "\n"), text)
 
 
 def make_parser() -> argparse.ArgumentParser:
-  """The flags."""
+  """Returns the parser of the flags."""
   parser = program.make_parser(__doc__)
   add = parser.add_argument
   several = program.REPEATED
   text = {"metavar": "TEXT", "type": escaped, **several}
-  model = "Hugging Face directory or --workdir of a run; the shipped base"
+  model = "Hugging Face directory or --workdir; default: the shipped base model"
   add("--model", default="", metavar="DIR", help=model)
   add("--prompts", metavar="FILE", help="text, .jsonl, .parquet; - is stdin")
   add("--jsonl", action="store_true", help="--prompts is JSONL")
   add("--prompt", metavar="TEXT", **several, help="a prompt; repeatable")
   add("--chat", action="store_true", help="apply the model's chat template")
   add("--out", default=_STDIO, metavar="FILE", help="default: standard output")
-  add("--resume", action="store_true", help="complete what --out has")
-  add("--samples", type=int, default=4, help="per prompt; 4")
-  add("--max_new_tokens", type=int, default=256, help="256")
+  add("--resume", action="store_true", help="add the samples missing in --out")
+  add("--samples", type=int, default=4, help="per prompt; default: 4")
+  add("--max_new_tokens", type=int, default=256, help="default: 256")
   add("--min_new_tokens", type=int, default=0, help="before the model may stop")
-  add("--temperature", type=float, default=1.0, help="1; 0 is greedy")
-  add("--top_k", type=int, default=0, help="likeliest tokens; 0 is off")
-  add("--top_p", type=float, default=1.0, help="mass of them; 1 is off")
-  add("--min_p", type=float, default=0.0, help="share of the best; 0 is off")
-  add("--plugin", metavar="FILE", **several, help="your own parts; repeatable")
-  add("--environment", default="", help="who answers turns, such as calculator")
+  add("--temperature", type=float, default=1.0, help="default: 1; 0 is greedy")
+  add("--top_k", type=int, default=0, help="most likely tokens; 0 is off")
+  add("--top_p", type=float, default=1.0, help="nucleus mass; 1 is off")
+  add("--min_p", type=float, default=0.0, help="relative to the mode; 0 is off")
+  add("--plugin", metavar="FILE", **several, help="custom parts; repeatable")
+  add("--environment", default="", help="replies to turns, such as calculator")
   add("--stop", **text, help=r"ends a response; \n is a new line; repeatable")
-  add("--forbid", **text, help="a token that is never drawn; repeatable")
+  add("--forbid", **text, help="a token that is never sampled; repeatable")
   add("--seed", type=int, default=0)
-  add("--slots", type=int, default=64, help="responses written at a time; 64")
+  add("--slots", type=int, default=64, help="concurrent responses; default: 64")
   add("--dtype", **program.DTYPE, help="of the computation")
   return parser
 
@@ -259,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
     with contextlib.closing(job.writer):
       return write_samples(job, options)
   except KeyboardInterrupt:
-    print("interrupted; --resume goes on", file=sys.stderr)
+    print("interrupted; --resume continues", file=sys.stderr)
     return 128 + signal.SIGINT
 
 

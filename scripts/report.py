@@ -1,9 +1,9 @@
-"""Draws the curves of runs into report.png and writes the page report.html.
+"""Plots the curves of runs in report.png and writes the page report.html.
 
   python scripts/report.py runs/vapo
   python scripts/report.py runs/seed0 runs/seed1 runs/seed2 --out=docs/seeds
 
-Several runs are drawn over each other, with a mean if only their seeds differ.
+Several runs are overlaid, with their mean if only their seeds differ.
 """
 
 import pathlib
@@ -20,9 +20,9 @@ def main(arguments: list[str] | None = None) -> None:
   parser = program.make_parser(__doc__)
   add, names = parser.add_argument, ", ".join(report.PANELS)
   add("dirs", metavar="DIR", nargs="+", help="folder of a run")
-  out = "folder to write to; DIR, that several are in, or this one"
+  out = "output folder; default: DIR, or the common parent of several"
   add("--out", help=out)
-  add("--panels", help=f"comma-separated choice of {names}")
+  add("--panels", help=f"comma-separated subset of {names}")
   options = parser.parse_args(arguments)
   out = pathlib.Path(options.out or _folder(options.dirs))
   runs = [report.load_run(path) for path in options.dirs]
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _folder(dirs: list[str]) -> pathlib.Path:
-  """Returns where the report of runs is looked for."""
+  """Returns the default output folder: DIR, the common parent, or '.'."""
   parents = {pathlib.Path(path).resolve().parent for path in dirs}
   if len(dirs) == 1:
     return pathlib.Path(dirs[0])
@@ -46,7 +46,7 @@ def _folder(dirs: list[str]) -> pathlib.Path:
 
 
 def _time_spent(rows: list) -> str:
-  """Returns the time of a run by phase, largest first."""
+  """Returns a line with the seconds of a run by phase, largest first."""
   spent = report.seconds_spent(rows)
   parts = sorted(spent.items(), key=lambda part: -part[1])
   shares = ", ".join(

@@ -1,16 +1,17 @@
-"""Simulates schedules of rollouts on a machine given by prices.
+"""Simulates rollout schedules on a machine described by a cost model.
 
     python scripts/simulate.py [--out=runs/simulate]
     python scripts/simulate.py --median=1024 --max=8192 --p99=2,4,8 --slots=256
     python scripts/simulate.py --assume=devices=16 --assume=train_forwards=10
     python scripts/simulate.py --cost=cpu --measured=calls.csv --lengths=FILE
 
-Nothing runs on a device and every number is simulated. --cost=accelerator takes
-its prices from stated numbers (--assume changes one, see
-jaxrl_llm.simulate.accelerator). --cost=cpu fits them to measured calls of
-decoding (--assume adds others, see CostModel: training is free otherwise) and
-leaves asynchronous runs out, as one machine cannot do both at a time. Prints a
-table for every tail of the lengths; writes OUT/table.md and OUT/schedules.png.
+Nothing runs on a device, and every number is simulated. --cost=accelerator
+derives its costs from device specifications (--assume changes one, see
+jaxrl_llm.simulate.accelerator). --cost=cpu fits its costs to measured decode
+calls (--assume adds others, see CostModel; training is free by default) and
+omits asynchronous runs, because one machine cannot sample and train at the same
+time. Prints a table for every tail of the length distribution; writes
+OUT/table.md and OUT/schedules.png.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from jaxrl_llm.report.figure import figure, name_lines
 
 # Columns of a decode call, see sampling.stats.DecodeCall.
 _MEASURED = "SLOTS,STEPS,CAPACITY,PREFILLS,PREFILL_TOKENS,SECONDS"
-# Columns of the table that are not printed with three digits.
+# Formats of table columns that are not printed with three digits.
 _FORMATS = {
   "x static": ".2f",
   "slots used": ".0%",
@@ -38,10 +39,10 @@ _FORMATS = {
   "max staleness": "d",
   "mean length": ".0f",
 }
-# Columns of the table in the picture.
+# Table columns that are plotted.
 _PANELS = {
   "x static": "trained responses/s, relative to static",
-  "slots used": "share of slots that write",
+  "slots used": "share of slots in use",
   "off-policy": "share of off-policy tokens",
 }
 _MEANINGS = {
@@ -52,12 +53,12 @@ _MEANINGS = {
 
 
 def make_cost(options, share: float | None = None) -> simulate.CostModel:
-  """Prices from stated or measured numbers.
+  """Makes the cost model from specifications or measured calls.
 
   Args:
     options: flags.
-    share: fraction of the devices that samples while the others train; None:
-      all do either in turn.
+    share: fraction of the devices that sample while the others train; None if
+      all devices alternate between both.
   """
   stated = inspect.signature(simulate.accelerator).parameters
   known = list(stated)
@@ -69,7 +70,7 @@ def make_cost(options, share: float | None = None) -> simulate.CostModel:
     name, _, value = text.partition("=")
     if name not in known:
       raise InputError(
-        f"--assume={text}: give NAME=VALUE with a name of {', '.join(known)}"
+        f"--assume={text}: give NAME=VALUE, NAME one of {', '.join(known)}"
       )
     assumed[name] = _number(f"--assume={name}", value, float)
     if not 0 < assumed[name] < np.inf:
@@ -82,8 +83,8 @@ def make_cost(options, share: float | None = None) -> simulate.CostModel:
     return simulate.accelerator(**assumed)
   if options.measured is None:
     raise InputError(
-      "--cost=cpu needs --measured=FILE with a line"
-      f" {_MEASURED} for each decode call"
+      f"--cost=cpu needs --measured=FILE with a line {_MEASURED} for each"
+      " decode call"
     )
   with _numbers_of("--measured", options.measured):
     fitted = simulate.fit(_table(options.measured))
@@ -91,7 +92,7 @@ def make_cost(options, share: float | None = None) -> simulate.CostModel:
 
 
 def make_lines(options) -> list[tuple[str, int, dict[float, np.ndarray]]]:
-  """(title, longest, lengths by tail), a line of panels each."""
+  """Returns (title, maximum length, lengths by tail) per column of panels."""
   size = options.groups * options.steps, options.group_size
   if options.lengths is not None:
     with _numbers_of("--lengths", options.lengths):
@@ -103,8 +104,8 @@ def make_lines(options) -> list[tuple[str, int, dict[float, np.ndarray]]]:
     return [(name, int(trace.max()), {tail: lengths})]
   if len(options.median) != len(options.max):
     raise InputError(
-      f"--median and --max belong together, got {len(options.median)} and"
-      f" {len(options.max)} numbers"
+      f"--median and --max must have equally many numbers, got"
+      f" {len(options.median)} and {len(options.max)}"
     )
   draw = functools.partial(
     simulate.lognormal, *size, between=options.between, seed=options.seed
@@ -120,7 +121,7 @@ def make_lines(options) -> list[tuple[str, int, dict[float, np.ndarray]]]:
 
 
 def make_comparison(options) -> simulate.Comparison:
-  """Makes the comparison from the flags named like its fields."""
+  """Makes the comparison from the flags that are named like its fields."""
   names = {field.name for field in dataclasses.fields(simulate.Comparison)}
   given = {k: v for k, v in vars(options).items() if k in names}
   price = functools.partial(make_cost, options)
@@ -140,23 +141,23 @@ def make_table(summaries: dict[str, dict[str, float]]) -> str:
 
 
 def describe(cost: simulate.CostModel) -> str:
-  """Describes the prices in one line."""
+  """Describes the cost model in one line."""
   fields = dataclasses.asdict(cost)
-  of_what = "whole programs" if fields.pop("padded") else "what is in use"
+  of_what = "padded programs" if fields.pop("padded") else "used capacity"
   plane = "{:.3g} + {:.3g} slots + {:.3g} KV tokens"
   planes = (plane.format(*each) for each in fields.pop("decode"))
   decode = ", or if larger ".join(planes)
   rest = ", ".join(f"{key} {value:.3g}" for key, value in fields.items())
-  return f"Prices of {of_what}: seconds of a decoding step {decode}; {rest}."
+  return f"Costs of {of_what}: seconds per decode step {decode}; {rest}."
 
 
 def draw(title: str, lines: list, path: pathlib.Path) -> None:
-  """Draws throughput, use of slots and off-policy share against the tail.
+  """Plots throughput, slot use and off-policy share against the tail.
 
   Args:
-    title: of the picture.
-    lines: (title, summaries by tail) of columns of panels.
-    path: PNG to write.
+    title: title of the figure.
+    lines: (title, summaries by tail) of each column of panels.
+    path: PNG file to write.
 
   Raises:
     ImportError: matplotlib is missing.
@@ -165,7 +166,7 @@ def draw(title: str, lines: list, path: pathlib.Path) -> None:
     for (line, runs), column in zip(lines, axes.reshape(3, -1).T):
       for axis, (value, label) in zip(column, _PANELS.items()):
         for number, name in enumerate(next(iter(runs.values()))):
-          # Schedules that agree lie on each other: markers of different size.
+          # Curves of equal schedules overlap: use markers of different sizes.
           axis.plot(
             [*runs],
             [summaries[name][value] for summaries in runs.values()],
@@ -179,11 +180,11 @@ def draw(title: str, lines: list, path: pathlib.Path) -> None:
 
 
 def run(options) -> None:
-  """Compares, prints and draws."""
+  """Compares the schedules, prints tables and plots."""
   parts = [
-    "# Schedules of rollouts, simulated",
+    "# Rollout schedules, simulated",
     f"{options.slots} slots, {options.groups} prompts x {options.group_size}"
-    f" responses a step, steps {options.steps // 3 + 1} to {options.steps},"
+    f" responses per step, steps {options.steps // 3 + 1} to {options.steps},"
     f" prompts of {options.prompt_length} tokens.",
     describe(make_cost(options)),
   ]
@@ -202,7 +203,7 @@ def run(options) -> None:
   out.mkdir(parents=True, exist_ok=True)
   text = "\n\n".join(parts) + "\n"
   (out / "table.md").write_text(text, encoding="utf-8")
-  batch = f"{options.groups} x {options.group_size} responses a step"
+  batch = f"{options.groups} x {options.group_size} responses per step"
   heading = f"Simulated ({options.cost}): {options.slots} slots, {batch}"
   draw(heading, drawn, out / "schedules.png")
 
@@ -210,22 +211,22 @@ def run(options) -> None:
 def make_parser() -> argparse.ArgumentParser:
   parser = program.make_parser(__doc__)
   add = parser.add_argument
-  add("--median", default="1024,4096", help="of lengths, a line of panels each")
-  add("--max", default="8192,32768", help="longest responses, as many")
-  add("--p99", default="1.5,2,4,8", help="99th percentiles, in medians")
-  add("--lengths", metavar="FILE", help="of a real run, instead of the three")
-  add("--between", type=float, default=0.5, help="variance due to prompts")
+  add("--median", default="1024,4096", help="median lengths")
+  add("--max", default="8192,32768", help="maximum length for each median")
+  add("--p99", default="1.5,2,4,8", help="99th percentiles / median")
+  add("--lengths", metavar="FILE", help="lengths of a run, instead of those")
+  add("--between", type=float, default=0.5, help="variance share of prompts")
   add("--prompt_length", type=int, default=512, help="tokens")
-  add("--slots", type=int, default=512, help="responses written at a time")
-  add("--groups", type=int, default=128, help="prompts of a training step")
+  add("--slots", type=int, default=512, help="concurrent responses")
+  add("--groups", type=int, default=128, help="prompts per training step")
   add("--group_size", type=int, default=16, help="responses per prompt")
-  add("--steps", type=int, default=12, help="of training; a third warms up")
-  add("--window", type=float, default=0.25, help="of T-PPO, in longest lengths")
-  add("--over_provision", default="1.1,1.5", help="begun per trained group")
-  add("--max_staleness", type=float, default=4, help="of those, in steps")
-  add("--lags", default="1,2,4", help="of runs that do both at once, in steps")
+  add("--steps", type=int, default=12, help="training steps; 1/3 are warm-up")
+  add("--window", type=float, default=0.25, help="of T-PPO / maximum length")
+  add("--over_provision", default="1.1,1.5", help="started / trained groups")
+  add("--max_staleness", type=float, default=4, help="with these, in steps")
+  add("--lags", default="1,2,4", help="of asynchronous runs, in steps")
   add("--cost", choices=("accelerator", "cpu"), default="accelerator")
-  add("--measured", metavar="FILE", help=f"lines of {_MEASURED}")
+  add("--measured", metavar="FILE", help=f"lines {_MEASURED}")
   add("--assume", **program.REPEATED, metavar="NAME=VALUE")
   add("--seed", type=int, default=0)
   add("--out", default="runs/simulate", help="folder")
@@ -233,10 +234,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check(options) -> None:
-  """Reads lists and refuses numbers out of range.
+  """Parses lists and checks ranges.
 
   Raises:
-    InputError: one of them cannot be used.
+    InputError: a flag is not a number or out of range.
   """
   for name in ("median", "max", "p99", "over_provision", "lags"):
     kind = int if name in ("median", "max") else float
@@ -258,19 +259,19 @@ def _number(name: str, text: str, kind: type) -> float:
   except ValueError:
     value = np.nan
   if np.isnan(value):
-    raise InputError(f"{name}: {text!r} is no number")
+    raise InputError(f"{name}: {text!r} is not a number")
   return value
 
 
 def _table(path: str) -> np.ndarray:
-  """Numbers of a .npy file, or of text with commas."""
+  """Reads numbers from a .npy file or comma-separated text."""
   read = functools.partial(np.loadtxt, delimiter=",", ndmin=1)
   return (np.load if path.endswith(".npy") else read)(path)
 
 
 def _numbers_of(flag: str, path: str) -> contextlib.AbstractContextManager:
-  """Turns errors of numbers that were read from a file into an InputError."""
-  advice = "give a .npy file, or text with commas"
+  """Turns errors of reading numbers from a file into an InputError."""
+  advice = "give a .npy file, or comma-separated text"
   return as_input_error(f"{flag}={path}", advice, ValueError, EOFError)
 
 

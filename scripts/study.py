@@ -1,22 +1,21 @@
-"""Runs a study: a table of settings x seeds, resumable; draws and sums it up.
+"""Runs a study, a resumable grid of variants x seeds; summarizes and plots it.
 
     python scripts/study.py NAME [--seeds=0,1,2] [--out=runs/studies]
     python scripts/study.py NAME --report          # of the runs so far
     python scripts/study.py NAME --variants='VAPO;PPO' --config.run.steps=20
     python scripts/study.py NAME --curves=docs/studies/NAME.csv --out=DIR
-    python scripts/study.py critic --help      # what a critic knows, or
-    python scripts/study.py timeline --help    # who works when
+    python scripts/study.py critic --help      # accuracy of critics
+    python scripts/study.py timeline --help    # overlap of sampler and learner
     python scripts/study.py NAME --config=METHOD[:PRESET] \
         --sweep=optimizer.policy.learning_rate=1e-5,2e-5 [--sweep=...]
 
-NAME is one of the studies below or, with --sweep, a name of your own: its
-variants are all combinations of the values. Each run is scripts/train.py in a
-folder of its own, one after the other, so that times compare; a run that was
-stopped is resumed, one that is done is left alone, and one of other settings is
-refused. Ctrl-C saves the run at hand and stops.
-Writes OUT/NAME/table.md, curves.csv and curves.png; with --curves from such
-files alone, several with commas between. --variants holds for all of it, and
-the first of them in the study is what the others are compared with.
+NAME is one of the studies below or, with --sweep, a new name: its variants are
+all combinations of the values. Each run is scripts/train.py in its own folder,
+one after the other, so that times are comparable. A stopped run is resumed, a
+finished run is skipped, and a run with other settings is an error. Ctrl-C saves
+the current run and stops. Writes OUT/NAME/table.md, curves.csv and curves.png;
+with --curves, only from these comma-separated files. --variants restricts all
+of this; the first remaining variant of the study is the baseline.
 """
 
 import argparse
@@ -37,14 +36,14 @@ from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.system.files import write_whole
 
-# Studies of one run or machine: modules of studies/ with their own flags.
+# Studies of a single run or machine: modules of studies/ with their own flags.
 PICTURES = ("critic", "timeline")
 
 
 def command(
   study: Study, variant: Variant, seed: int, folder: pathlib.Path, extra: list
 ) -> list[str]:
-  """The training command of one run; `extra` are further --config flags."""
+  """Returns the training command of one run; `extra` are further flags."""
   changes = {**variant.changes, "run.seed": seed}
   workdir = results.run_folder(folder, variant.name, seed).resolve()
   return [
@@ -58,14 +57,14 @@ def command(
 
 
 def is_done(workdir: pathlib.Path, settings: list[str]) -> bool:
-  """Whether a run has logged the last step of its own config.
+  """Returns whether a run has logged the last step of its own config.
 
   Args:
-    workdir: of the run, which may not have begun.
-    settings: flags that it must have been started with.
+    workdir: folder of the run, which may not have started.
+    settings: flags that the run must have been started with.
 
   Raises:
-    InputError: the folder holds a run of other settings.
+    InputError: the folder contains a run with other settings.
   """
   rows, config = workdir / "metrics.jsonl", workdir / "config.json"
   if not rows.exists() or not config.exists():
@@ -73,8 +72,8 @@ def is_done(workdir: pathlib.Path, settings: list[str]) -> bool:
   kept = workdir / "settings.json"
   if kept.exists() and json.loads(kept.read_text("utf-8")) != settings:
     raise InputError(
-      f"{workdir} holds a run of other settings, see its settings.json; give"
-      " another --out or remove the folder"
+      f"{workdir} contains a run with other settings, see its settings.json;"
+      " give another --out or remove the folder"
     )
   logged = metrics.read_rows(rows)
   steps = json.loads(config.read_text("utf-8"))["run"]["steps"]
@@ -82,10 +81,10 @@ def is_done(workdir: pathlib.Path, settings: list[str]) -> bool:
 
 
 def run_all(study, seeds, folder, extra) -> None:
-  """Trains what is not done yet, seed by seed, so that all variants have one.
+  """Trains the unfinished runs, seed by seed across all variants.
 
   Raises:
-    InputError: a run failed; what it said stands in its log.txt.
+    InputError: a run failed; its output is in its log.txt.
   """
   for seed in seeds:
     for variant in study.variants:
@@ -110,7 +109,7 @@ def train(run: list[str], log_file: pathlib.Path) -> int:
   """Runs a training command to its end; returns its exit code."""
   with open(log_file, "a", encoding="utf-8") as log:
     how = {"stdout": log, "stderr": subprocess.STDOUT}
-    # A signal reaches it once, from here.
+    # In a new session, the process gets a signal only once, from here.
     process = subprocess.Popen(run, **how, start_new_session=True)
     try:
       return process.wait()
@@ -122,24 +121,24 @@ def train(run: list[str], log_file: pathlib.Path) -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-  """Declares the flags of a study."""
+  """Adds the flags of a study."""
   add = parser.add_argument
   add("--seeds", default="0,1,2", help="comma-separated")
-  add("--out", default="runs/studies", help="folder")
+  add("--out", default="runs/studies", help="output folder")
   add("--variants", help="names of variants, separated by ';'")
-  add("--plugin", **program.REPEATED, help="file of your own parts")
-  add("--report", action="store_true", help="train nothing")
-  add("--curves", metavar="FILES", help="train nothing either")
-  add("--config", metavar="METHOD[:PRESET]", help="of a sweep; a file, too")
+  add("--plugin", **program.REPEATED, help="Python file of custom parts")
+  add("--report", action="store_true", help="do not train")
+  add("--curves", metavar="FILES", help="do not train; read these CSV files")
+  add("--config", metavar="METHOD[:PRESET]", help="of a sweep; or a file")
   sweep = program.REPEATED | {"metavar": "KEY=VALUE,VALUE"}
-  add("--sweep", **sweep, help="values of a key; with several, their product")
+  add("--sweep", **sweep, help="values of a key; repeated: their product")
 
 
 def find_study(options: argparse.Namespace) -> Study:
-  """Returns the study of the flags, or makes that of a sweep.
+  """Returns the named study, or makes the study of a sweep.
 
   Raises:
-    InputError: There is no such study, or the sweep cannot be made.
+    InputError: The study is unknown, or the sweep is invalid.
   """
   if not options.sweep and options.name in STUDIES:
     return STUDIES[options.name]
@@ -155,8 +154,8 @@ def find_study(options: argparse.Namespace) -> Study:
     # Every variant runs with all --seeds.
     if key not in config_lib.KEYS or not several or key == "run.seed":
       raise InputError(
-        f"--sweep={text}: give a key of docs/config.md but run.seed and its"
-        " values, as in --sweep=loss.clip_high=0.2,0.28"
+        f"--sweep={text}: give a key of docs/config.md other than run.seed and"
+        " its values, as in --sweep=loss.clip_high=0.2,0.28"
       )
     values[key] = several.split(",")
   changes = [dict(zip(values, one)) for one in product(*values.values())]
@@ -171,10 +170,10 @@ def find_study(options: argparse.Namespace) -> Study:
 
 
 def compare(options: argparse.Namespace) -> None:
-  """Runs a study, draws it and sums it up.
+  """Runs, summarizes and plots a study.
 
   Raises:
-    InputError: a flag cannot be used, or a run failed.
+    InputError: a flag is invalid, or a run failed.
   """
   study = find_study(options)
   folder = pathlib.Path(options.out) / options.name
@@ -183,7 +182,7 @@ def compare(options: argparse.Namespace) -> None:
   if wanted and len(chosen.variants) != len(wanted):
     names = "; ".join(a.name for a in study.variants)
     raise InputError(f"--variants={options.variants!r}: choose from {names}")
-  # Runs have a working directory of their own.
+  # Runs have their own working directory.
   files = [pathlib.Path(file).resolve() for file in options.plugin]
   extra = [*options.extra, *(f"--plugin={file}" for file in files)]
   seeds = _seeds(options.seeds)
@@ -198,7 +197,7 @@ def compare(options: argparse.Namespace) -> None:
       run_all(chosen, seeds, folder, extra)
     outcomes = results.load_outcomes(chosen, folder, seeds)
   if not outcomes:
-    raise InputError(f"{folder} has no runs yet; leave --report away")
+    raise InputError(f"{folder} has no runs yet; leave out --report")
   print(results.write_table(chosen, outcomes, folder / "table.md"))
   results.write_curves(outcomes, folder / "curves.csv")
   picture.draw(chosen, outcomes, folder / "curves.png")
@@ -213,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
   parser.epilog = "\n".join(["studies:", *studies])
   parser.add_argument("name", nargs="?", metavar="NAME")
   given = sys.argv[1:] if arguments is None else arguments
-  # Imported when it is drawn: it needs what training needs.
+  # Imported on demand, because it imports the training code.
   found = [x for x in given if x in PICTURES]
   one = importlib.import_module(f"studies.{found[0]}") if found else None
   if one:
@@ -228,7 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
   try:
     (one.run if one else compare)(options)
   except KeyboardInterrupt:
-    print("stopped; the same command goes on")
+    print("stopped; run the same command to continue")
 
 
 def _seeds(text: str) -> list[int]:

@@ -1,18 +1,19 @@
-"""Trains a policy: flags to objects to one call.
+"""Trains a policy.
 
     python scripts/train.py --config=configs/vapo.py [--workdir=DIR] \
         [--config.group.key=value ...] [--plugin=FILE.py] [--dry_run]
     python scripts/train.py --help_config    # every key
 
-The same --workdir again resumes with the run's own settings, which need not be
-repeated: --workdir=DIR alone goes on. --config.KEY=VALUE changes what the
-checkpoints bear, and is printed and kept; --config, if it is given, must name
-the run's method. --step=N goes on from an earlier checkpoint.
+Running again with the same --workdir resumes with the run's own settings, which
+need not be repeated: --workdir=DIR alone suffices. --config.KEY=VALUE changes
+settings that do not invalidate the checkpoints; changes are printed and saved.
+If --config is given, it must name the run's method. --step=N resumes from an
+earlier checkpoint.
 
-Exit code 0 at the last step, 2 for bad input, 1 for a run that could not go on.
-Ctrl-C and SIGTERM save first and exit with 130 and 143 (128 + signal): the same
---workdir goes on. With --config.run.on_suspect=stop, 75 if a host of several is
-slow: the run is saved, and the same --workdir goes on without that host.
+Exit code 0 after the last step, 2 for bad input, 1 if the run could not
+continue. Ctrl-C and SIGTERM save first and exit with 130 and 143 (128 +
+signal). With --config.run.on_suspect=stop, 75 if one of several hosts is slow:
+the run is saved, so that it can be resumed without that host.
 """
 
 import datetime
@@ -32,43 +33,43 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
 
 _BEGUN = time.perf_counter()
-# Not a default, but what gives --config.KEY its type where a run is resumed.
+# Not a default: it gives --config.KEY its type when a run is resumed.
 _ANY = pathlib.Path(__file__).resolve().parents[1] / "configs" / "vapo.py"
 _CONFIG = command_line.define_config(
   str(_ANY), "Settings: METHOD[:PRESET] or a file, FILE.py[:PRESET]."
 )
 _WORKDIR = flags.DEFINE_string(
-  "workdir", "", "Files of the run; a dated folder under runs/ by default."
+  "workdir", "", "Folder of the run; default: a dated folder under runs/."
 )
 _STEP = flags.DEFINE_integer(
-  "step", None, "Checkpoint to resume; the newest by default."
+  "step", None, "Checkpoint to resume from; default: the newest."
 )
 _PLUGIN = command_line.define_plugin()
 _COORDINATOR = flags.DEFINE_string(
   "coordinator", "", "HOST:PORT of the first of several processes."
 )
 _NUM_PROCESSES = flags.DEFINE_integer(
-  "num_processes", 1, "How many they are.", lower_bound=1
+  "num_processes", 1, "Number of processes of the run.", lower_bound=1
 )
 _PROCESS_ID = flags.DEFINE_integer(
-  "process_id", 0, "Which one this is, from 0.", lower_bound=0
+  "process_id", 0, "Index of this process, from 0.", lower_bound=0
 )
 _DISTRIBUTED = flags.DEFINE_bool(
-  "distributed", False, "One of several, as Slurm, GKE or Cloud TPU started it."
+  "distributed", False, "A process started by Slurm, GKE or Cloud TPU."
 )
 _PATIENCE_S = flags.DEFINE_integer(
-  "patience_s", 100, "Seconds until a dead process is missed.", lower_bound=1
+  "patience_s", 100, "Seconds until a process counts as dead.", lower_bound=1
 )
 _HELP_CONFIG = flags.DEFINE_bool(
-  "help_config", False, "Print every key of a config, and exit."
+  "help_config", False, "Print all keys of a config and exit."
 )
 _DRY_RUN = flags.DEFINE_bool(
-  "dry_run", False, "Compile all, print memory, check data and rewards; exit."
+  "dry_run", False, "Compile, print memory, check data and rewards; exit."
 )
 
 
 def check_flags() -> None:
-  """Prints the keys if that is wanted, and refuses flags that lack others."""
+  """Handles --help_config; checks that no required flag is missing."""
   if _HELP_CONFIG.value:
     print(config_lib.describe())
     sys.exit(0)
@@ -76,7 +77,7 @@ def check_flags() -> None:
   if not _CONFIG.present and not (_WORKDIR.value and known.is_file()):
     raise InputError(
       "no --config; give --config=METHOD[:PRESET], see --help, or the --workdir"
-      " of a run to go on with"
+      " of a run to resume"
     )
   if _NUM_PROCESSES.value > 1 and not _COORDINATOR.value:
     raise InputError(
@@ -91,10 +92,11 @@ def _fail(message: str, *, code: int = 2) -> NoReturn:
 
 
 def make_config(folder: pathlib.Path):
-  """The settings of --config or, of a run that is resumed, its own.
+  """Returns the settings of --config or, for a resumed run, its own.
 
   Raises:
-    InputError: --config is not the run's method, or its settings are damaged.
+    InputError: --config is not the run's method, or the run's settings are
+      damaged.
   """
   from jaxrl_llm import workdir
   from jaxrl_llm.system import plugin
@@ -113,7 +115,7 @@ def make_config(folder: pathlib.Path):
   if rows.is_file() and rows.stat().st_size and not workdir.steps(folder):
     raise InputError(
       f"{folder}: has the rows of a run, but no checkpoint; mount the disk of"
-      f" {folder}/checkpoints if it has one, or give --config to start anew"
+      f" {folder}/checkpoints if it has one, or give --config to start again"
     )
   config.update_from_flattened_dict(config_flags.get_override_values(flag))
   plugins = plugin.merged(config.run.plugins, given.run.plugins)
@@ -131,12 +133,12 @@ def make_config(folder: pathlib.Path):
 
 
 def run() -> int:
-  """Builds the owners of a run and trains, or only tries it.
+  """Builds the components of a run and trains, or does a dry run.
 
   Returns:
     The exit code.
   """
-  # Heavy imports late: a typing error in a flag answers at once.
+  # Slow imports come late, so that a typo in a flag is reported at once.
   from parts import dry_run
 
   from jaxrl_llm.system import plugin, processes, signals
@@ -160,7 +162,7 @@ def run() -> int:
 
 
 def _unraisable(fault) -> None:
-  """Passes over an error that the threads of a failed save leave behind."""
+  """Ignores an error that the threads of a failed save leave behind."""
   if "Event loop is closed" not in str(fault.exc_value):
     sys.__unraisablehook__(fault)
 
@@ -169,7 +171,7 @@ def main(argv):
   del argv
   from jaxrl_llm.errors import TrainingStopped
 
-  # Orbax logs hundreds of lines for a failed save, and raises it, too.
+  # For a failed save, Orbax logs hundreds of lines in addition to raising.
   logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = _unraisable
   warnings.filterwarnings("ignore", "coroutine .* was never awaited")
@@ -183,10 +185,11 @@ def main(argv):
     frames = traceback.extract_tb(error.__traceback__)
     at = [f for f in frames if not f.filename.startswith("<frozen")][-1]
     said = (
-      f"{at.filename}:{at.lineno} ended the program by exit({error.code!r})"
+      f"{at.filename}:{at.lineno} ended the program by exit({error.code!r});"
+      " raise an error instead, and rerun with the same --workdir to continue"
     )
-    _fail(f"{said}; raise an error there; the same --workdir goes on", code=1)
-  except KeyboardInterrupt:  # The loop handles it; this is before the loop.
+    _fail(said, code=1)
+  except KeyboardInterrupt:  # Before the loop, which handles it itself.
     said = "stopped before training began; there is nothing to save"
     _fail(said, code=128 + signal.SIGINT)
 

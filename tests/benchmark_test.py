@@ -209,10 +209,10 @@ class TestScript:
       (["sampler", "--shape=7b"], "--shape '7b' must be one of tiny"),
       (["sampler", "--batch=0"], "--batch=0 must be at least 1"),
       (["train_step", "--batch=6"], "--batch=6 must be a multiple of"),
-      (["train_step", "--max_tokens_per_row=9"], "_per_row=9 must hold"),
+      (["train_step", "--max_tokens_per_row=9"], "_per_row=9 must fit"),
       (["sampler", "--peer=x"], "--peer='x' must be NAME=COMMAND"),
-      (["sampler", "--peer=ours=x"], "with a name but 'ours'"),
-      (["sampler", "--peer=a=x", "--peer=a=y"], "two peers are called 'a'"),
+      (["sampler", "--peer=ours=x"], "with a name other than 'ours'"),
+      (["sampler", "--peer=a=x", "--peer=a=y"], "two peers are named 'a'"),
     ],
   )
   def test_bad_input_is_one_line(self, arguments, message):

@@ -22,7 +22,7 @@ def explain(*arguments):
     ("learning_rate", "is optimizer.policy.learning_rate here"),
     ("critic.optim.lr", "is optimizer.value.learning_rate here"),
     ("sampler.top_p", "top_p has no counterpart here: training samples from"),
-    ("trainer.total_epochs", "has no counterpart here: give run.steps"),
+    ("trainer.total_epochs", "has no counterpart here: set run.steps"),
     ("group_size", "did you mean data.group_size?"),
     ("mini_batch", "optimizer.policy.mini_batch or optimizer.value.mini"),
     ("data.group_sise", "did you mean data.group_size?"),

@@ -107,5 +107,5 @@ class TestScript:
       *(folder, topology, "--config.sampler.kv_pages=4000000"),
       f"--config.model.kernels={kernels}",
     )
-    assert done.returncode == 1 and "it does not fit" in done.stderr
-    assert "no mesh of these chips holds this run" in done.stderr
+    assert done.returncode == 1 and "the run does not fit" in done.stderr
+    assert "the run fits on no mesh of these chips" in done.stderr

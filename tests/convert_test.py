@@ -442,14 +442,14 @@ class TestNothingIsExecuted:
 class TestRefusals:
   def test_a_run_that_has_trained(self, trained, tmp_path):
     flags = f"--checkpoint={trained}", f"--take={tmp_path}"
-    assert "has steps; begin one with --config.run.steps=0" in refused(*flags)
+    assert "has steps; create a run with --config.run" in refused(*flags)
 
   def test_a_run_that_trains_now(self, trained, begun, tmp_path):
     assert export(trained, tmp_path / "dcp", "dcp") == 0
     flags = f"--checkpoint={begun}", f"--take={tmp_path / 'dcp'}"
     with (begun / "lock").open("a") as lock:
       fcntl.flock(lock, fcntl.LOCK_EX)
-      assert "is trained in" in refused(*flags)
+      assert "is being trained" in refused(*flags)
     assert items(begun, 0)["count"] == 0
 
   def test_missing_torch(self, trained, begun, tmp_path, monkeypatch):
@@ -518,7 +518,7 @@ class TestRefusals:
     assert export(trained, tmp_path / "dcp", "dcp") == 0
     flags = f"--checkpoint={run}", f"--take={tmp_path / 'dcp'}"
     line = refused(*flags)
-    assert "has learner.ema, which follows the policy" in line
+    assert "has learner.ema, which depends on the policy" in line
 
   @pytest.mark.parametrize(
     "changes",
@@ -532,5 +532,5 @@ class TestRefusals:
     for form in ("dcp", "trl"):
       flags = f"--checkpoint={run}", f"--out={out}", f"--form={form}"
       line = refused(*flags)
-      assert "does not train the whole policy by AdamW" in line
+      assert "does not train all parameters of the policy with AdamW" in line
     assert not out.exists()

@@ -217,7 +217,7 @@ def test_scores_the_critics_of_runs_and_folders(model, tmp_path, capsys):
   [
     (["--continuations=1"], "--continuations=1 must be at least 2"),
     (["--positions=0"], "--positions=0 must be at least 1"),
-    ([], "no folder of a run; for a model give --config"),
+    ([], "has no run; for a model give --config"),
   ],
 )
 def test_bad_flags_are_one_line(tmp_path, flags, problem):

@@ -167,9 +167,9 @@ class TestConvert:
       (("--checkpoint=x", "--take=x", "--dtype=bfloat16"), "with --take;"),
       (
         ("--checkpoint=x", "--out=x", "--adapters", "--dtype=bfloat16"),
-        "--dtype does not go with --adapters",
+        "--dtype cannot be combined with --adapters",
       ),
-      (("--checkpoint=x", "--take=x", "--step=0"), "--step does not go"),
+      (("--checkpoint=x", "--take=x", "--step=0"), "--step cannot be combined"),
     ):
       assert message in programs.refused(convert.main, *flags)
 

@@ -134,7 +134,7 @@ class TestOthers:
     assert said in capsys.readouterr().out
     assert len(run.source) == 8
     dry_run._check_rewards(run)
-    said = "rewards: 1 of 1 answers given a verdict; what is right for 'trl'"
+    said = "1 of 1 answers got a verdict; correct ones are unknown for 'trl'"
     assert said in capsys.readouterr().out
 
 

@@ -252,7 +252,7 @@ class TestPage:
   def test_a_run_without_samples(self, tmp_path):
     page = write_run(tmp_path / "run", [])
     dom = browse(page, tmp_path)
-    assert "logged none" in dom.text("responses")
+    assert "logged no responses" in dom.text("responses")
 
 
 @pytest.mark.slow

@@ -144,7 +144,7 @@ class TestTopology:
     "name", ["z9:8", "h100", "h100:eight", "h100:0", "v5p:4x"]
   )
   def test_others_are_refused(self, name):
-    with pytest.raises(InputError, match="choose a chip of v5e.*h100"):
+    with pytest.raises(InputError, match="choose one of v5e.*h100"):
       topology.parse(name)
 
   @pytest.mark.parametrize("name, extra", [("h100:1", "gpu"), ("v5e:1", "tpu")])
@@ -410,11 +410,11 @@ class TestScript:
   @pytest.mark.parametrize(
     "flags, says",
     [
-      ([_PRESET, "--topology=z9:8"], "choose a chip of v5e, v5p, v6e"),
-      (["--config=configs/vapo.py"], "names no model"),
+      ([_PRESET, "--topology=z9:8"], "choose one of v5e, v5p, v6e"),
+      (["--config=configs/vapo.py"], "has no model"),
       (
         [_PRESET, "--topology=v5e:2x4", "--search"],
-        "no mesh of these chips holds this run",
+        "the run fits on no mesh of these chips",
       ),
       (
         [_PRESET, "--mean_response=-5"],

@@ -341,7 +341,7 @@ class TestScript:
       ("variant,seed\n\udcff,1\n", "curves.csv"),  # Not UTF-8.
       (
         (_CURVES_OF_DOCS / "staleness.csv").read_text("utf-8"),
-        "no variant of this study",
+        "not a variant of this study",
       ),
     ],
   )
@@ -421,7 +421,7 @@ class TestSweep:
       (("--sweep=run.seed=1,2",), "with --config=METHOD"),
       (("--config=grpo", "--sweep=lr=1"), "--sweep=lr=1: give a key"),
       (("--config=grpo", "--sweep=run.steps"), "--sweep=run.steps: give a key"),
-      (("--config=grpo", "--sweep=run.seed=1,2"), "a key .* but run.seed and"),
+      (("--config=grpo", "--sweep=run.seed=1,2"), "a key .* than run.seed and"),
     ],
   )
   def test_refusals(self, flags, message):
@@ -478,7 +478,7 @@ class TestRealRun:
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert "the same command goes on" in output
+    assert "run the same command to continue" in output
     log = (workdir / "log.txt").read_text("utf-8")
     assert "stopped by SIGINT" in log and "saved" in log
 

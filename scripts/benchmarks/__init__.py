@@ -1,4 +1,4 @@
-"""Measures speed and memory, ours and that of other programs in the same run.
+"""Measures speed and memory of this library and of others in the same run.
 
-`peers`, `summary` and `tail` run where jax is not installed.
+`peers`, `summary` and `tail` do not need jax.
 """

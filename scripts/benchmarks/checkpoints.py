@@ -14,7 +14,7 @@ from benchmarks import summary
 from jaxrl_llm import checkpoint, digest
 
 Samples = dict[str, list[float]]
-_LEAVES = 24  # A model and two moments of eight stacked kernels each.
+_LEAVES = 24  # Eight stacked kernels each for the model and its two moments.
 
 
 def _save_and_wait(orbax, path: pathlib.Path, trees: Any) -> None:
@@ -23,7 +23,7 @@ def _save_and_wait(orbax, path: pathlib.Path, trees: Any) -> None:
 
 
 def measure_checkpoint(options) -> Samples:
-  """Ours against plain Orbax, which saves synchronously and checks nothing."""
+  """Compares our checkpoints with plain Orbax: synchronous, no checksums."""
   side = int((options.megabytes * 1e6 / 4 / _LEAVES) ** 0.5)
   keys = jax.random.split(jax.random.key(0), _LEAVES)
   draw = jax.jit(lambda key: jax.random.normal(key, (side, side)))

@@ -1,8 +1,8 @@
 """Measures the parts of a run on one device, for scripts/accelerator.py.
 
-Every part yields its numbers as soon as it has them, so that one that is cut
-keeps what it measured. A value whose name ends in `_bytes_per_s` or
-`_flops_per_s` has a peak that the device was measured or is said to reach.
+Every part yields its numbers as soon as they are measured, so that they are
+kept if it is interrupted. Values whose names end in `_bytes_per_s` or
+`_flops_per_s` are compared with a measured or specified peak of the device.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from jaxrl_llm.types import Rollout, Status
 
 _REPEATS = 3
 _SLOTS = (1, 16, 64, 256)
-# Bytes per trained parameter: float32 weight, gradient and two moments, and
-# room for what is computed.
+# Bytes per trained parameter: float32 weight, gradient and two moments, plus
+# temporaries.
 _BYTES_PER_PARAM = 24
 
 
 class Sizes(NamedTuple):
-  """Sizes of the measured programs, by default those for an accelerator."""
+  """Sizes of the measured programs; the defaults are for an accelerator."""
 
   copied: int = 2**31  # Bytes.
   multiplied: int = 8192  # Rows and columns of a matrix.
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
   decoded: models.ModelConfig = MODELS["qwen2.5-1.5b"]
   prompt_length: int = 128
   new_tokens: int = 256
-  agreed_tokens: int = 2048  # Of a response whose log-probs are compared.
+  agreed_tokens: int = 2048  # Length of responses with compared log-probs.
   updated: Mapping[str, models.ModelConfig] = {
     "0.5b": MODELS["one-gpu-0.5b"],
     "1.5b": MODELS["qwen2.5-1.5b"],
@@ -74,14 +74,14 @@ Numbers = dict[str, float]
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-  """Median seconds of a call, after one that compiles."""
+  """Returns the median seconds of a call, after a first one that compiles."""
   ready = lambda: jax.block_until_ready(call())
   seconds = timeit.repeat(ready, number=1, repeat=1 + _REPEATS)
   return statistics.median(seconds[1:])
 
 
 def measure_device(sizes: Sizes) -> Iterator[Numbers]:
-  """Measures the device's memory, copy bandwidth and matrix products."""
+  """Measures the device's memory, copy bandwidth and matrix-product rate."""
   device = jax.devices()[0]
   peak = PEAK_FLOPS.get(device.device_kind)
   yield {"memory_gib": _memory_bytes() / 2**30} | (
@@ -103,11 +103,11 @@ def _memory_bytes() -> int:
 
 
 def measure_attention(sizes: Sizes) -> Iterator[Numbers]:
-  """Seconds of a layer's attention by every backend that the device has.
+  """Measures the attention of one layer with every backend of the device.
 
   Training attends in one packed row of 8 samples, forward and with gradients;
-  decoding attends from 64 slots to the pages of as many samples. Kernels do so
-  in blocks of three sizes, the first of which they choose by shape.
+  decoding attends from 64 slots to the pages of 64 samples. Decoding kernels
+  are measured with three block sizes; the first, 0, is chosen by shape.
   """
   kind, dtype = sizes.decoded.layers[0].attention, sizes.dtype
   time, slots, page = 8 * sizes.response_length, 64, 16
@@ -130,7 +130,7 @@ def measure_attention(sizes: Sizes) -> Iterator[Numbers]:
     try:
       backend = kernels.choose(name, [kind])
     except InputError:
-      continue  # Not for this device.
+      continue  # The device does not have this backend.
     attend = backend.make_packed_attention(kind, sharding=None).attend
     gradient = jax.grad(functools.partial(total, attend), (0, 1, 2))
     parts = {
@@ -149,7 +149,7 @@ def measure_attention(sizes: Sizes) -> Iterator[Numbers]:
 
 
 def measure_agreement(sizes: Sizes) -> Iterator[Numbers]:
-  """Difference of log-probs of long responses, sampler against trainer."""
+  """Compares the log-probs of sampler and trainer on long responses."""
   for dtype in ("float32", "bfloat16"):
     fns = _make_policy(sizes.decoded, dtype)
     params, length = workloads.random_params(fns), sizes.agreed_tokens
@@ -180,7 +180,7 @@ def _prompts(config: models.ModelConfig, count: int, length: int) -> list:
 
 
 def measure_decode(sizes: Sizes) -> Iterator[Numbers]:
-  """Tokens per second of decode calls, and bytes that they had to read."""
+  """Measures decode calls: tokens and necessarily read bytes per second."""
   config = sizes.decoded
   fns = _make_policy(config, sizes.dtype)
   params = workloads.random_params(fns)
@@ -194,11 +194,11 @@ def measure_decode(sizes: Sizes) -> Iterator[Numbers]:
     prompts = _prompts(config, slots, sizes.prompt_length)
     for _ in range(2):  # The first one compiles.
       sampler(prompts, np.arange(slots)[:, None])
-    # Decode calls that waited for no prefill.
+    # Decode calls that did not wait for a prefill.
     calls = [call for call in sampler.engine.trace if not call.prefill_calls]
     seconds = sum(call.seconds for call in calls)
     steps = sum(call.steps for call in calls)
-    # The pages of a call are full but for the part that it writes.
+    # The pages of a call are full, except for the part that it writes.
     kv = sum(c.steps * c.kv_capacity for c in calls) * kv_token * itemsize
     yield {
       f"slots_{slots}_tokens_per_s": slots * steps / seconds,
@@ -207,9 +207,9 @@ def measure_decode(sizes: Sizes) -> Iterator[Numbers]:
 
 
 def measure_update(sizes: Sizes) -> Iterator[Numbers]:
-  """Policy updates on two packed rows, as many layers as fit the device.
+  """Measures policy updates on two packed rows, with as many layers as fit.
 
-  Floating-point operations are 6 for a parameter and token, without attention.
+  Counts 6 floating-point operations per parameter and token, and no attention.
   """
   shape = {"rows": 1, "capacity": 8 * sizes.response_length}
   for name, whole in sizes.updated.items():
@@ -230,13 +230,13 @@ def measure_update(sizes: Sizes) -> Iterator[Numbers]:
 
 
 def _step(update, batch, held):
-  """Updates the state in `held`, whose buffers are taken."""
+  """Replaces the state in `held` by its update, which donates its buffers."""
   held[0], _ = update(held[0], batch, np.float32(1.0))
   return held[0]
 
 
 def _that_fits(config: models.ModelConfig) -> models.ModelConfig:
-  """A model with as many of its layers as the device can train."""
+  """Returns the model with as many of its layers as the device can train."""
   most = (_memory_bytes() or math.inf) / _BYTES_PER_PARAM
   fewer = range(config.num_layers, 1, -1)
   candidates = (dataclasses.replace(config, num_layers=n) for n in fewer)
@@ -245,7 +245,7 @@ def _that_fits(config: models.ModelConfig) -> models.ModelConfig:
 
 
 def _rollout(config: models.ModelConfig, sizes: Sizes) -> Rollout:
-  """Random responses, four to a prompt, each with it of equal length."""
+  """Returns random responses, four per prompt, all of the same length."""
   length = sizes.response_length - sizes.prompt_length
   draw = functools.partial(np.random.default_rng(0).integers, 2)
   room = EngineConfig(16, sizes.prompt_length, length, stop_tokens=())

@@ -1,9 +1,9 @@
-"""Side by side: other programs measured in the same run as ours.
+"""Measures other programs in the same run as ours.
 
-A shared machine makes numbers of different days incomparable, so a ratio is
-taken between programs that ran alternately, each in a fresh process. A program
-reports by a JSON object at the end of its standard output. What the benchmark
-programs of Tunix and TRL print is understood, and so are flat objects with our
+On a shared machine, numbers of different days are not comparable, so ratios are
+taken between programs that run alternately, each in a fresh process. A program
+reports its numbers as a JSON object at the end of its standard output: in the
+format of the benchmark programs of Tunix and TRL, or as a flat object with our
 own keys (`tokens_per_s`, `step_s`, `update_s`, ...).
 """
 
@@ -34,8 +34,8 @@ def _fields(*sizes: int) -> dict[str, int]:
   return dict(zip(_FIELDS, sizes, strict=True))
 
 
-# Models that several programs measure, as fields of `models.ModelConfig`; heads
-# have 64 dimensions.
+# Models that other programs measure too, as fields of `models.ModelConfig`;
+# heads have 64 dimensions.
 SHAPES = {
   "tiny": _fields(4, 256, 1024, 4, 2, 4096),
   "smollm2-135m": _fields(30, 576, 1536, 9, 3, 49152),
@@ -43,7 +43,8 @@ SHAPES = {
 # Their names in other programs.
 _ALIASES = {"smollm2-135m": ("smollm2", "smollm135m")}
 
-# Metrics compared by each part. Larger is better for `*_per_s`, else smaller.
+# Metrics compared by each part. Larger is better for `*_per_s`, smaller for
+# all others.
 COMPARED = {
   "sampler": ("tokens_per_s", "best_tokens_per_s", "cpu_s"),
   "rollouts": ("tokens_per_s", "best_tokens_per_s"),
@@ -53,8 +54,8 @@ COMPARED = {
   ),
   "estimators": ("gae_s", "group_relative_s", "length_adaptive_lambda_s"),
 }
-# Other spellings of a key, most specific first: a program may use one word for
-# a part of its step and for something else.
+# Other spellings of a key, most specific first: a program may use the same name
+# for a part of its step and for something else.
 _SPELLINGS = {
   "tokens_per_s": ("sampler.tokens_per_s", "generate_tokens_per_s"),
   "best_tokens_per_s": tuple(
@@ -67,18 +68,18 @@ _SPELLINGS = {
   "generate_s": ("grpo.rollout_s", "grpo_generation_s"),
   "update_s": ("grpo.update_s", "grpo_train_s"),
   "update_tokens_per_s": ("fwd_bwd_tokens_per_s",),
-  # Counted by 2^20 KiB, whatever its name says.
+  # In units of 2^20 KiB, despite its name.
   "peak_rss_gib": ("peak_rss_gb", "peak_rss_mib"),
 }
-_FACTORS = {"peak_rss_mib": 1 / 1024}  # To our unit, where it is another.
+_FACTORS = {"peak_rss_mib": 1 / 1024}  # Conversions to our units.
 _OURS = "ours"
 
 
 def last_json_object(text: str) -> dict[str, Any] | None:
-  """The last JSON object of an output, on one line or over many.
+  """Returns the last JSON object of an output, which may span several lines.
 
-  An object begins at the start of a line, and nothing but blanks follows it on
-  its last line. None if there is no such object.
+  An object begins at the start of a line, and only blanks follow it on its last
+  line. Returns None if there is no such object.
   """
   decoder = json.JSONDecoder()
   for match in reversed(list(re.finditer(r"^\{", text, re.MULTILINE))):
@@ -97,16 +98,17 @@ def read_numbers(
   """Reads a program's measurements, converted to our keys and units.
 
   Args:
-    record: the JSON object it printed.
+    record: the JSON object that the program printed.
     part: a key of `COMPARED`.
-    shape: the shape we measure; a program that names its own must agree.
+    shape: the measured shape; if the program reports a shape, it must agree.
 
   Returns:
-    The keys of the part that the program has, at least one; the median of
-    those that it has several values of.
+    Key -> number for the keys of the part that the program reports, at least
+    one; lists of values are replaced by their medians.
 
   Raises:
-    InputError: another shape, none of the keys, or not a positive number.
+    InputError: the shape differs, all keys are missing, or a value is not a
+      positive number.
   """
   record = _of_shape(record, shape)
   numbers = {}
@@ -125,7 +127,7 @@ def read_numbers(
 
 
 def _of_shape(record: Mapping[str, Any], shape: str) -> Mapping[str, Any]:
-  """The part of a record that is about a shape, several rounds joined."""
+  """Returns the part of a record for a shape, with several rounds joined."""
   names = (shape, *_ALIASES.get(shape, ()))
   results = record.get("results")
   if not isinstance(results, Mapping):
@@ -154,21 +156,21 @@ def _is_positive(value: Any) -> bool:
 
 
 class OutOfTimeError(InputError):
-  """Raised if a program took too long."""
+  """A program took too long."""
 
 
 def run_lines(
   command: str | Sequence[str], *, timeout_s: float
 ) -> Iterator[str]:
-  """Runs a program and yields the lines of its output as they come.
+  """Runs a program and yields the lines of its output as they are printed.
 
   Args:
-    command: a shell command, or the arguments of one.
-    timeout_s: seconds after which it is killed, children included.
+    command: a shell command, or a list of arguments.
+    timeout_s: seconds after which it is killed, with its children.
 
   Raises:
-    InputError: it failed or, an OutOfTimeError, took too long; the lines that
-      were yielded hold.
+    InputError: it failed; the yielded lines are valid.
+    OutOfTimeError: it took too long; the yielded lines are valid.
   """
   with tempfile.TemporaryFile("w+", errors="replace") as errors:
     pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
@@ -201,10 +203,10 @@ def run_lines(
 def run_program(
   command: str | Sequence[str], *, timeout_s: float
 ) -> dict[str, Any]:
-  """Returns the last JSON object of the output of `run_lines`.
+  """Runs a program with `run_lines`; returns the last JSON object it prints.
 
   Raises:
-    InputError: as `run_lines`, or there is no JSON object.
+    InputError: as in `run_lines`, or there is no JSON object.
   """
   record = last_json_object("".join(run_lines(command, timeout_s=timeout_s)))
   if record is None:
@@ -215,17 +217,17 @@ def run_program(
 def side_by_side(
   ours: Sequence[str], options: argparse.Namespace
 ) -> dict[str, Any]:
-  """Runs ours and the peers in turn, each in a fresh process: A B, B A, ...
+  """Runs ours and the peers alternately in fresh processes: A B, B A, ...
 
   Args:
-    ours: arguments of a program that prints what `summarize` returns.
-    options: flags of scripts/benchmark.py, with shell commands by name in
-      `peers`.
+    ours: arguments of a program that prints the result of `summarize`.
+    options: flags of scripts/benchmark.py; `peers` maps names to shell
+      commands.
 
   Returns:
-    Medians and spread of ours over the rounds, the same of every peer in
-    `peers`, `ratios` of each peer, and `errors` of those that failed: they are
-    not run again and have no numbers.
+    Our medians and spread over the rounds; those of every peer in `peers`; our
+    `ratios` to each peer; and the `errors` of failed peers, which are not run
+    again and have no numbers.
 
   Raises:
     RuntimeError: our own program failed.
@@ -255,6 +257,6 @@ def side_by_side(
 
 
 def _join(rounds: Sequence[Numbers]) -> dict[str, Any]:
-  """`summarize` over rounds, of the keys that every round has."""
+  """Returns `summarize` over rounds, for the keys that every round has."""
   shared = [key for key in rounds[0] if all(key in row for row in rounds)]
   return summarize({key: [row[key] for row in rounds] for key in shared})

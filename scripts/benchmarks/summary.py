@@ -1,4 +1,4 @@
-"""Summaries of measurements: medians, spread, ratios, the machine."""
+"""Summarizes measurements: medians, spread, ratios, and the machine."""
 
 import importlib.metadata
 import json
@@ -19,7 +19,7 @@ _PACKAGES = ("jax", "jaxlib", "numpy")
 
 
 class Timed(dict[str, list[float]]):
-  """Seconds of calls by name."""
+  """Seconds of timed calls, by name."""
 
   def __call__(
     self, name: str, function: Callable[..., Any], *arguments, calls: int = 1
@@ -34,13 +34,13 @@ class Timed(dict[str, list[float]]):
 
 
 def summarize(samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-  """Medians and spread of repeated measurements.
+  """Returns medians and spread of repeated measurements.
 
   Args:
-    samples: name -> its values, at least one.
+    samples: name -> values, at least one.
 
   Returns:
-    `{'medians': {name: median}, 'spread': {name: [least, most]}}`.
+    `{'medians': {name: median}, 'spread': {name: [minimum, maximum]}}`.
   """
   return {
     "medians": {k: statistics.median(v) for k, v in samples.items()},
@@ -49,14 +49,15 @@ def summarize(samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def speed_ratios(ours: Numbers, other: Numbers) -> Numbers:
-  """Returns the speed-up of ours for every common key.
+  """Returns our speed-up for every common key.
 
   Args:
-    ours: rates end in `_per_s`; all others are seconds or memory.
-    other: the same keys of the other program.
+    ours: our numbers; keys of rates end in `_per_s`, all others are seconds or
+      memory.
+    other: numbers of the other program by the same keys.
 
   Returns:
-    ours / other of a rate, other / ours of the rest: over 1, ours is better.
+    ours / other for rates, other / ours for the rest: above 1, ours is better.
   """
   ratios = {key: ours[key] / other[key] for key in other if key in ours}
   rate = lambda key: key.endswith("_per_s")
@@ -64,20 +65,20 @@ def speed_ratios(ours: Numbers, other: Numbers) -> Numbers:
 
 
 def show(record: Mapping[str, Any]) -> None:
-  """Prints a record as rows for a person, then whole as the last line."""
+  """Prints a record as readable rows, then as JSON in the last line."""
   for key, median in record["medians"].items():
     low, high = record["spread"][key]
     print(f"{key:30} {median:>12,.4g}   [{low:,.4g} .. {high:,.4g}]")
   for name, ratios in record["ratios"].items():
     peer = record["peers"].get(name, {"medians": {}})["medians"]
     for key, ratio in ratios.items():
-      theirs = f", which has {peer[key]:,.4g}" if key in peer else ""
+      theirs = f" ({peer[key]:,.4g})" if key in peer else ""
       print(f"{key:30} {ratio:>12,.2f}   times as good as {name}{theirs}")
   print(json.dumps(record), flush=True)
 
 
 def wait_until_idle(seconds: float) -> None:
-  """Waits for a load of a quarter of the CPUs, at most so many seconds."""
+  """Waits at most so many seconds until a quarter of the CPUs is busy."""
   limit = max(0.25 * (os.cpu_count() or 1), 0.3)
   end = time.monotonic() + seconds
   while os.getloadavg()[0] > limit and (left := end - time.monotonic()) > 0:
@@ -85,7 +86,7 @@ def wait_until_idle(seconds: float) -> None:
 
 
 def describe_machine() -> dict[str, Any]:
-  """Processor and software, for a number to mean something later."""
+  """Returns processor and versions, which numbers are recorded with."""
   versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
   return {
     "machine": {

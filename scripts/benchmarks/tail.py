@@ -1,19 +1,19 @@
-"""Prompts and lengths of responses, for programs with and without jax."""
+"""Prompts and response lengths, for programs with and without jax."""
 
 import numpy as np
 from benchmarks.peers import SHAPES
 
-_QUANTILE = 2.3263  # The standard normal distribution at 99 %.
+_QUANTILE = 2.3263  # 99th percentile of the standard normal distribution.
 
 
 def lengths(options, *, p99: int | None = None, seed: int = 0) -> np.ndarray:
-  """Lengths of responses, lognormal, in tokens.
+  """Draws lognormal response lengths in tokens.
 
   Args:
-    options: prompts N, group_size G, the median of the law before it is cut,
-      its 99th percentile p99, and new_tokens, the most of a response.
-    p99: instead of the options'.
-    seed: of the draw.
+    options: prompts N, group_size G, median and 99th percentile p99 of the
+      distribution before clipping, and new_tokens, the maximum length.
+    p99: overrides that of the options.
+    seed: random seed.
 
   Returns:
     int32 [N, G] in [1, new_tokens].

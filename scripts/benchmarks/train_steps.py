@@ -1,4 +1,4 @@
-"""Policy steps: packed batches of rollouts, and the update on them."""
+"""Measures policy steps: packed batches of rollouts, and updates on them."""
 
 import functools
 import time
@@ -17,7 +17,7 @@ from jaxrl_llm.learner.scoring import score_logprobs
 
 
 def make_training(fns):
-  """The training of a policy by the clipped loss, a mean over tokens."""
+  """Returns the training of a policy with the clipped token-mean loss."""
   loss = POLICY_LOSSES["clip"]({"clip_low": 0.2, "clip_high": 0.28})
   return Training(
     update_lib.policy_objective(fns, loss, {}),
@@ -29,13 +29,13 @@ def make_training(fns):
 
 
 def make_batch(fns, training, rollout, **shape):
-  """A policy batch of group-relative advantages, in packed rows.
+  """Makes a packed policy batch with group-relative advantages.
 
   Args:
-    fns: of the policy.
+    fns: model functions of the policy.
     training: result of `make_training`.
     rollout: B responses.
-    **shape: rows of a micro-batch, and their capacity in tokens.
+    **shape: rows per micro-batch, and their capacity in tokens.
   """
   size, share = len(rollout.tokens), fns.shares_prompts
   distinct = [len(np.unique(tokens)) for tokens in rollout.tokens]
@@ -45,7 +45,7 @@ def make_batch(fns, training, rollout, **shape):
     num_groups=int(rollout.group.max()) + 1,
   )
   spread = np.where(rollout.mask, np.asarray(advantages)[:, None], 0.0)
-  # One update a batch: the sampler's log-probs are those of its start.
+  # With one update per batch, the old log-probs are those of the sampler.
   inputs = {"mask": rollout.mask, "advantages": spread.astype(np.float32)}
   inputs["proximal_logprobs"] = rollout.behavior_logprobs
   (batch,) = packing.mini_batches(
@@ -55,7 +55,7 @@ def make_batch(fns, training, rollout, **shape):
 
 
 def make_update(fns, training):
-  """Returns the policy step with AdamW, and a new state."""
+  """Returns the update function with AdamW, and an initial state."""
   schedule = lambda step: 1e-5
   optimizer = make_optimizer(
     schedule, max_grad_norm=1.0, weight_decay=1e-4, b1=0.9, b2=0.999, eps=1e-8
@@ -66,7 +66,7 @@ def make_update(fns, training):
 
 
 def measure_train_step(options) -> workloads.Samples:
-  """Whole policy steps: generate, prepare, update, sync; scoring apart."""
+  """Measures policy steps: generate, prepare, update, sync; also scoring."""
   sampler = workloads.Sampler.of(options)
   fns, training = sampler.fns, make_training(sampler.fns)
   update, state = make_update(fns, training)
@@ -89,7 +89,7 @@ def measure_train_step(options) -> workloads.Samples:
       sampler.params = sampler.for_sampling(state.trained)
       jax.block_until_ready(sampler.params)
     row = timer.collect() | {"step_cpu_s": time.process_time() - cpu}
-    # One update a batch needs no scoring, so that it is no part of the step.
+    # One update per batch needs no scoring, so it is not part of the step.
     with timer.phase("score"):
       params = state.trained
       scored = training.score(params, batch.packed, np.float32(1.0))
@@ -100,7 +100,7 @@ def measure_train_step(options) -> workloads.Samples:
 
 
 def train_samples(rows, options) -> workloads.Samples:
-  """Rates and best values of the steps after the first, which compiled."""
+  """Returns rates and best values, without the first step, which compiles."""
   first, *rest = rows
   samples = {k.removeprefix("time/"): [row[k] for row in rest] for k in first}
   compilations = samples.pop("compilations")

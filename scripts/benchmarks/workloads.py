@@ -1,7 +1,7 @@
-"""Workloads with random weights and full lengths; compilation is separate.
+"""Workloads with random weights and full lengths, without compilation time.
 
-`options` of the functions below has the flags of scripts/benchmark.py as
-attributes. A policy step composes jaxrl_llm.learner: see `train_steps`.
+`options` contains the flags of scripts/benchmark.py. For policy steps see
+`train_steps`.
 """
 
 import functools
@@ -26,7 +26,7 @@ Samples = dict[str, list[float]]
 
 
 def make_model(options) -> models.ModelFns:
-  """Model functions of the options' shape."""
+  """Returns the model functions for the shape in the options."""
   return models.make_policy(
     models.ModelConfig(
       family="llama",
@@ -43,15 +43,15 @@ def make_model(options) -> models.ModelFns:
 
 
 def random_params(fns) -> Any:
-  """Returns the weights that a model begins with: normal(0, 0.02), float32."""
+  """Returns the initial weights of a model: normal(0, 0.02), float32."""
   return jax.block_until_ready(jax.jit(fns.init)(jax.random.key(0)))
 
 
 class Sampler:
-  """An engine whose responses have full length, and the weights it reads."""
+  """An engine whose responses have full length, and its weights."""
 
   def __init__(self, fns, params, *, slots, prompt_length, new_tokens):
-    """Makes room for so many slots of such lengths."""
+    """Makes an engine with the given number of slots and lengths."""
     self.fns, self.for_sampling = fns, jax.jit(fns.for_sampling)
     self.params = self.for_sampling(params)
     room = EngineConfig(slots, prompt_length, new_tokens, stop_tokens=())
@@ -59,13 +59,13 @@ class Sampler:
 
   @classmethod
   def of(cls, options) -> "Sampler":
-    """Returns one of the options' shape, with random weights."""
+    """Returns a sampler for the shape in the options, with random weights."""
     names, fns = ("slots", "prompt_length", "new_tokens"), make_model(options)
     sizes = {name: getattr(options, name) for name in names}
     return cls(fns, random_params(fns), **sizes)
 
   def __call__(self, prompts, ids, *, seed=0, limits=None, **settings):
-    """Writes responses of the given ids; returns the rollout."""
+    """Samples responses with the given ids; returns the rollout."""
     engine, groups = self.engine, range(len(prompts))
     rollout = new_requests(prompts, ids, groups, engine.config)
     engine.set_params(self.params, version=0)
@@ -82,14 +82,14 @@ class Sampler:
     return rollout
 
   def write(self, prompts, limits, *, seed=0):
-    """Writes responses of the given lengths; returns statistics and trace."""
+    """Samples responses of the given lengths; returns statistics and trace."""
     ids = np.arange(limits.size).reshape(limits.shape)
     self(prompts, ids, seed=seed, limits=limits)
     return self.engine.last_stats, self.engine.trace
 
 
 def measure_rollouts(options) -> Samples:
-  """Tokens per second of many responses whose lengths have a long tail."""
+  """Measures tokens per second of many responses with a long-tailed length."""
   sampler, compiles = Sampler.of(options), metrics.CompileCounter()
   prompts = tail.prompts(options.prompts, options)
   limits = tail.lengths(options)
@@ -121,10 +121,10 @@ def _rates(tokens_per_s: list[float], compiled: int) -> Samples:
 
 
 def measure_simulator(options) -> Samples:
-  """Predicted over measured seconds of rollouts whose lengths were not fitted.
+  """Measures the simulator: predicted / measured seconds of held-out lengths.
 
-  Prices are fitted to rollouts of several tails and hold for others: new
-  lengths of the same tails, and of one between them.
+  Costs are fitted to rollouts with several tails, and predict others: new
+  lengths from the same tails, and from one between them.
   """
   sampler, prompts = Sampler.of(options), tail.prompts(options.prompts, options)
   prompt_lengths = np.full(options.prompts, options.prompt_length)
@@ -135,13 +135,13 @@ def measure_simulator(options) -> Samples:
   for limits in fitted + others:
     sampler.write(prompts, limits)  # Compiles.
   decode_calls, measured_s = [], []
-  # In turns, so that all of them meet the machine as it is at the time.
+  # Alternate, so that changes of the machine's load affect all of them.
   for _ in range(options.repeats):
     for limits in fitted:
       decode_calls += sampler.write(prompts, limits)[1]
     stats = [sampler.write(prompts, limits)[0] for limits in others]
     measured_s.append([each.wall_s for each in stats])
-  # Least squares predict the mean.
+  # Least squares predicts the mean.
   measured_s = np.mean(measured_s, axis=0).tolist()
   cost = simulate.fit(decode_calls)
   asked = [simulate.Requests(prompt_lengths, limits) for limits in others]
@@ -155,7 +155,7 @@ def measure_simulator(options) -> Samples:
 
 
 def measure_prefill(options) -> Samples:
-  """Seconds of a first token of G responses, with and without sharing."""
+  """Measures the first token of G responses, with and without sharing."""
   sampler, group = Sampler.of(options), options.batch
   prompt = tail.prompts(1, options)
   ways = {
@@ -173,7 +173,7 @@ def measure_prefill(options) -> Samples:
 
 
 def measure_sampler(options) -> Samples:
-  """Generated tokens per second, prefill included; log-probs returned."""
+  """Measures generated tokens per second, with prefill and log-probs."""
   sampler, compiles = Sampler.of(options), metrics.CompileCounter()
   prompts, ids = tail.prompts(options.batch, options), np.arange(options.batch)
 
@@ -202,14 +202,14 @@ def measure_sampler(options) -> Samples:
 
 
 def gae_loop(token_rewards, values, mask, lambda_):
-  """GAE as a NumPy loop over time, all rows at once; γ = 1, λ per row."""
+  """Computes GAE in a NumPy loop over time, for all rows; γ = 1, λ per row."""
   following = np.zeros(len(values), np.float32)
   running = np.zeros(len(values), np.float32)
   columns = []
   for t in reversed(range(values.shape[1])):
     here = mask[:, t]
     delta = token_rewards[:, t] + following - values[:, t]
-    # A masked position is passed over: both go through it unchanged.
+    # Masked positions are skipped: both values pass through unchanged.
     running = np.where(here, delta + lambda_ * running, running)
     following = np.where(here, values[:, t], following)
     columns.append(np.where(here, running, np.float32(0.0)))
@@ -217,7 +217,7 @@ def gae_loop(token_rewards, values, mask, lambda_):
 
 
 def measure_estimators(options) -> Samples:
-  """GAE against a NumPy loop; group advantages; length-adaptive λ."""
+  """Measures GAE and a NumPy loop, group advantages and length-adaptive λ."""
   rows, length = options.rows, options.length
   rng = np.random.default_rng(0)
   lengths = rng.integers(length // 2 + 1, length + 1, rows)

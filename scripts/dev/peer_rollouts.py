@@ -1,14 +1,14 @@
-"""Times another library on the work of `benchmark.py rollouts`.
+"""Times another library on the workload of `benchmark.py rollouts`.
 
   PYTHON scripts/dev/peer_rollouts.py hf [--shape=tiny] [--batches=8]
   PYTHON scripts/dev/peer_rollouts.py tunix
 
-PYTHON has the library (transformers with torch, or google-tunix); this project
-need not be installed there. Weights are random, prompts and lengths those of
-`benchmark.py rollouts`. Static batches of 64 responses are decoded, each to its
-longest; only the tokens of the responses count, not those written past their
-ends. A batch runs once to compile and once timed. --batches times the first few
-batches only. The last line is a JSON object.
+PYTHON is an interpreter with the library (transformers with torch, or
+google-tunix); this project need not be installed there. Weights are random;
+prompts and lengths are those of `benchmark.py rollouts`. Responses are decoded
+in static batches of 64, up to the longest response of each batch; tokens after
+the end of a response do not count. Each batch runs once to compile and once
+timed. --batches limits the number of batches. The last line is a JSON object.
 """
 
 import json
@@ -25,12 +25,12 @@ sys.path[:0] = [str(_ROOT), str(_ROOT / "scripts")]
 from benchmarks import peers, tail  # noqa: E402
 from parts import program  # noqa: E402
 
-# (prompts int [B, P], new tokens) -> None, once every row has so many.
+# (prompts int [B, P], n) -> None; generates n tokens for every row.
 Decode = Callable[[np.ndarray, int], None]
 
 
 def hugging_face(fields: dict[str, int], longest: int) -> Decode:
-  """`generate` of transformers, with its default cache."""
+  """Returns `generate` of transformers, with its default cache."""
   import torch
   import transformers
 
@@ -71,17 +71,17 @@ def hugging_face(fields: dict[str, int], longest: int) -> Decode:
 
 
 class _Numbers:
-  """A tokenizer whose text is the tokens' numbers."""
+  """A tokenizer whose texts are token ids separated by spaces."""
 
   encode = staticmethod(lambda text, **_: [int(word) for word in text.split()])
   decode = staticmethod(lambda tokens, **_: " ".join(map(str, tokens)))
-  bos_id = staticmethod(lambda: 0)  # 0 is not put in front.
+  bos_id = staticmethod(lambda: 0)  # 0: no token is prepended.
   eos_id = staticmethod(lambda: 1)
   pad_id = staticmethod(lambda: 0)
 
 
 def tunix(fields: dict[str, int], longest: int) -> Decode:
-  """Tunix's own sampler, with a cache for the longest response."""
+  """Returns Tunix's sampler, with a cache for the longest response."""
   import jax
   from flax import nnx
   from tunix.generate import sampler
@@ -129,7 +129,7 @@ DECODERS = {"hf": hugging_face, "tunix": tunix}
 
 
 def measure(decode: Decode, options) -> dict[str, float]:
-  """Tokens per second over the batches, each compiled before."""
+  """Measures tokens per second over the batches, without compilation."""
   limits = tail.lengths(options).reshape(-1)
   prompts = np.asarray(tail.prompts(options.prompts, options))
   prompts = np.repeat(prompts, options.group_size, axis=0)
@@ -161,9 +161,9 @@ def main() -> int:
   add("--prompts", type=int, default=64)
   add("--group_size", type=int, default=8)
   add("--batch", type=int, default=64, help="responses decoded at a time")
-  add("--batches", type=int, help="the first so many; all by default")
+  add("--batches", type=int, help="number of batches to time; default: all")
   add("--prompt_length", type=int, default=64)
-  add("--new_tokens", type=int, default=768, help="most of a response")
+  add("--new_tokens", type=int, default=768, help="maximum response length")
   add("--median", type=int, default=64)
   add("--p99", type=int, default=512)
   options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Rebuilds a base model of the package, bit for bit on a machine and JAX.
+"""Rebuilds a shipped base model, bitwise for the same machine and JAX version.
 
     python scripts/dev/pretraining.py [--task=chain_sum] [--out=DIR]
 
 Tasks: chain_sum (running sums of up to 6 operations, step by step) or remainder
-(divisions by up to 32 subtractions, with long solutions). The model learns from
-noisy solutions, see `noisy_solution`. Every field of `Settings` is a flag too.
+(divisions by up to 32 subtractions, with long solutions). The model is trained
+on noisy solutions, see `noisy_solution`. Every field of `Settings` is a flag.
 """
 
 import itertools
@@ -42,7 +42,7 @@ from parts import program  # noqa: E402
 
 
 class Settings(NamedTuple):
-  """Settings of a shipped base; lengths are tokens."""
+  """Settings of a shipped base model; lengths are in tokens."""
 
   task: str = "chain_sum"
   task_settings: Mapping[str, Any] = {"max_ops": 6}
@@ -64,7 +64,7 @@ class Settings(NamedTuple):
 
 TASKS = {
   "chain_sum": Settings(),
-  # Long solutions: more room, fewer at a time.
+  # Longer solutions, in smaller batches.
   "remainder": Settings(
     task="remainder",
     task_settings={"max_ops": 32, "tail": 1.1},
@@ -79,12 +79,12 @@ TASKS = {
 
 
 def character_tokenizer_json(characters: str) -> str:
-  """A `tokenizer.json` in which every one of distinct characters is a token.
+  """Returns a `tokenizer.json` with one token for each distinct character.
 
   Ids: `<pad>` 0, `<eos>` 1, then the characters in order.
   """
-  # The unknown token is left out of the vocabulary on purpose: a foreign
-  # character is an error, not a silent token.
+  # The unknown token is deliberately not in the vocabulary: an unknown
+  # character raises an error.
   vocab = {c: i for i, c in enumerate(["<pad>", "<eos>", *characters])}
   tokenizer = tokenizers.Tokenizer(
     tokenizers.models.WordLevel(vocab, unk_token="<unk>")
@@ -104,14 +104,14 @@ def pretrain(
 ) -> Any:
   """Trains on noisy solutions of a task; a pure function of the settings.
 
-  The loss is the token-mean negative log-likelihood of the solution, which is
-  the policy step with a language-model term and no policy term.
+  The loss is the token-mean negative log-likelihood of the solution: the policy
+  update with an NLL term and no policy loss.
 
   Args:
-    fns: the model.
-    tokenizer: its tokenizer.
-    settings: of the base.
-    log: called with (step, loss) now and then.
+    fns: functions of the model.
+    tokenizer: tokenizer of the model.
+    settings: settings of the base model.
+    log: called with (step, loss) every 100 steps and after the last.
 
   Returns:
     The trained params.
@@ -137,7 +137,7 @@ def pretrain(
   )
   params = jax.jit(fns.init)(jax.random.key(settings.seed))
   train_state = optimizer.create_train_state(params, transform)
-  # The surrogate has no weight; what is left is the likelihood.
+  # The surrogate gets weight 0, so that only the NLL term remains.
   nll = Auxiliary(part(losses.nll), 1.0, "mask", "token-mean")
   surrogate = choices.POLICY_LOSSES["policy_gradient"]({})
   objective = policy_objective(fns, surrogate, {"nll": nll})
@@ -159,7 +159,7 @@ def _batch(tokenizer, source, settings, i) -> PackedBatch:
   rollout = new_requests(
     [tokenizer.encode(problem.question) for problem in problems],
     sample_ids=np.zeros((size, 1), np.int32),
-    group_ids=range(size),  # No two share a prompt.
+    group_ids=range(size),  # No prompts are shared.
     config=EngineConfig(size, settings.max_prompt_length, room, stop_tokens=()),
   )
   for row, problem in enumerate(problems):
@@ -188,21 +188,21 @@ def _batch(tokenizer, source, settings, i) -> PackedBatch:
 class Noise(NamedTuple):
   """Noise of solutions: how often steps are skipped or wrong."""
 
-  shares: Mapping[str, float]  # Kind of solution -> fraction; sum 1.
-  largest: float  # Total that a wrong step may lead to.
-  # (rng, problem) -> a guess that is not the answer.
+  shares: Mapping[str, float]  # Kind of solution -> fraction; they sum to 1.
+  largest: float  # Largest total after a wrong step.
+  # (rng, problem) -> a wrong guess.
   wrong_answer: Callable[[np.random.Generator, Any], int]
-  # (problem, step, total) -> what is left to do if `step` (1, 2, ...) came to
-  # `total`.
+  # (problem, step, total) -> the remaining problem if the result of `step` (1,
+  # 2, ...) is `total`.
   rest: Callable[[Any, int, int], Problem]
-  # The problem as some understand it.
+  # Problem -> the problem as it is misread.
   misread: Callable[[Any], Problem] | None = None
 
 
 def _wrong_sum(rng: np.random.Generator, problem: ChainProblem) -> int:
   total = problem.totals[-1]
   offset = int(rng.integers(1, 10)) * (1 if rng.random() < 0.5 else -1)
-  # A guess below 0 or above 99 falls on the other side of the answer.
+  # A guess below 0 or above 99 is mirrored to the other side of the answer.
   return total + (offset if 0 <= total + offset <= MAX_TOTAL else -offset)
 
 
@@ -216,12 +216,12 @@ NOISE: dict[type[Problem], Noise] = {
     largest=MAX_TOTAL,
     wrong_answer=_wrong_sum,
     rest=lambda x, step, total: ChainProblem((total, *x.terms[step + 1 :])),
-    # Minus is overlooked.
+    # Minus signs are overlooked.
     misread=lambda problem: ChainProblem(tuple(map(abs, problem.terms))),
   ),
   RemainderProblem: Noise(
     shares=dict(direct=0.38, clean=0.36, slip=0.14, early=0.09, stuck=0.03),
-    largest=math.inf,  # There is always a way down.
+    largest=math.inf,  # Any total can be reduced by subtractions.
     wrong_answer=_wrong_remainder,
     rest=lambda x, step, total: RemainderProblem(total, x.divisor),
   ),
@@ -229,7 +229,7 @@ NOISE: dict[type[Problem], Noise] = {
 
 
 class Solution(NamedTuple):
-  """Text of the pretraining mixture."""
+  """A solution text of the pretraining mixture."""
 
   text: str
   stops: bool  # Whether an end token follows.
@@ -244,31 +244,29 @@ def noisy_solution(
   ramble: float = 0.15,
   **shares: float,
 ) -> Solution:
-  """Writes a solution of the kind a careless crowd would write.
+  """Draws a solution from a mixture of clean and flawed ones.
 
-  A model trained on the mixture knows the clean way best (each single step of
-  it is the most frequent continuation), but samples it seldom. Where a task is
-  misread by most, their way is what it writes greedily, and the right one is
-  only among its samples: reward alone can tell it which. What goes wrong is
-  chosen once per
-  solution, not per line: otherwise mistakes would compound and long problems
-  would hardly ever come out right.
+  Each step of the clean solution is the most frequent continuation, so that a
+  model trained on the mixture decodes it greedily, but seldom samples it. If
+  most solutions misread the problem, greedy decoding misreads it too, and only
+  the reward can single out the clean solutions among the samples. The flaw is
+  drawn once per solution, not per line: otherwise mistakes would compound and
+  long problems would hardly ever be solved.
 
   Args:
-    rng: source of randomness; advanced.
-    problem: what is to be solved.
-    max_length: characters after which a solution that never stops is cut.
-    direct_right: share of the guesses that are right.
-    ramble: share of the skipping solutions that repeat themselves and never
-      stop.
-    **shares: of the kinds that the problem has; by default those of `NOISE`.
+    rng: random generator; advanced.
+    problem: the problem to solve.
+    max_length: number of characters to which endless solutions are cut.
+    direct_right: fraction of the guesses that are correct.
+    ramble: fraction of the `skip` solutions that repeat themselves endlessly.
+    **shares: fractions of kinds that override those of `NOISE`:
       direct: bare guesses `#N.`;
       clean: clean solutions;
-      misread: clean solutions of the problem as it is misread;
-      slip: one wrong step, carried on to the answer;
-      skip: steps left out, done in the head;
-      early: ends too early, with a total on the way as its answer;
-      stuck: repeats a line and never stops.
+      misread: clean solutions of the misread problem;
+      slip: one wrong step, which affects the answer;
+      skip: some steps are left out;
+      early: ends too early, with an intermediate total as the answer;
+      stuck: repeats a line endlessly.
 
   Returns:
     The text, and whether it ends.
@@ -311,7 +309,7 @@ def noisy_solution(
 def _slip(
   rng: np.random.Generator, problem: Problem, noise: Noise
 ) -> tuple[list[str], str]:
-  """Lines and end; one step goes wrong, the rest follows faithfully."""
+  """Returns lines and end of a solution whose only error is in one step."""
   step = 1 + int(rng.integers(problem.operations))
   right = problem.totals[step]
   errors = (-10, -2, -1, 1, 2, 10)
@@ -326,12 +324,12 @@ def _slip(
 
 
 def rebuild(settings: Settings, out: pathlib.Path) -> None:
-  """Trains a base and writes its directory."""
+  """Trains a base model and writes its directory."""
   out.mkdir(parents=True, exist_ok=True)
   text = character_tokenizer_json(CHARACTERS)
   (out / "tokenizer.json").write_text(text, encoding="utf-8")
   ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-  # For transformers, in a policy that is converted.
+  # For converted policies, which transformers loads.
   names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
   for file, fields in (("generation", ids), ("tokenizer", names)):
     (out / f"{file}_config.json").write_text(json.dumps(fields, indent=1))
@@ -355,7 +353,7 @@ def rebuild(settings: Settings, out: pathlib.Path) -> None:
     print(f"step {step}: nll {loss:.4f}, {seconds:.0f} CPU-s", flush=True)
 
   params = pretrain(fns, tokenizer, settings, log=log)
-  # bfloat16 halves the file; the base is defined by what is stored.
+  # bfloat16 halves the file; the stored values define the base model.
   stored = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
   models.save(str(out), fns, stored, tokenizer_from=str(out))
   print(f"wrote {models.num_params(config):,} parameters to {out}")
@@ -366,7 +364,7 @@ def main(arguments: list[str] | None = None) -> None:
   """Runs the command."""
   parser = program.make_parser(__doc__)
   parser.add_argument("--task", choices=TASKS, default="chain_sum")
-  parser.add_argument("--out", help="folder; that in the package by default")
+  parser.add_argument("--out", help="folder; default: that of the package")
   for name, kind in list(Settings.__annotations__.items())[1:]:
     kind = json.loads if name == "task_settings" else kind
     parser.add_argument(f"--{name}", type=kind)

@@ -1,1 +1,1 @@
-"""Parts shared by programs, and parts of long programs."""
+"""Modules shared by programs, and parts of long programs."""

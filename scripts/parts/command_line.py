@@ -1,4 +1,4 @@
-"""Help for the command line of a program that takes --config."""
+"""Command lines of programs that take --config."""
 
 import difflib
 import functools
@@ -14,12 +14,12 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm.config import presets
 from jaxrl_llm.errors import InputError
 
-# Installed, the page lies in the package, beside these programs.
+# In an installed package, the page is next to the folder of programs.
 _PEERS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 
 
 def define_config(default: str | None, help_text: str) -> flags.FlagHolder:
-  """Defines --config, whose default already takes every --config.KEY given."""
+  """Defines --config; every given --config.KEY is applied to its default."""
   try:
     return config_flags.DEFINE_config_file("config", default, help_text)
   except AttributeError as error:  # There is no such key.
@@ -29,7 +29,7 @@ def define_config(default: str | None, help_text: str) -> flags.FlagHolder:
 
 def define_plugin() -> flags.FlagHolder:
   """Defines --plugin."""
-  help_text = "Python file of your own parts, see jaxrl_llm/register.py."
+  help_text = "Python file of custom parts, see jaxrl_llm/register.py."
   return flags.DEFINE_multi_string("plugin", [], help_text)
 
 
@@ -37,25 +37,25 @@ def run(
   main: Callable[[list[str]], int | None],
   check: Callable[[], None] = lambda: None,
 ) -> None:
-  """Runs a program; a command line that it cannot use is one line and exit 2.
+  """Runs a program; an invalid command line prints one line and exits with 2.
 
   Args:
-    main: gets what of the command line is no flag.
-    check: raises InputError for flags that do not go together.
+    main: takes the arguments that are not flags.
+    check: raises InputError for flags that cannot be combined.
   """
   parse = functools.partial(_parse, check=check)
   app.run(main, _prepared(sys.argv), flags_parser=parse)
 
 
 def answer_help(argv: list[str]) -> None:
-  """Prints the help of the program and exits with 0 if argv has --help."""
+  """Prints the help of the program and exits with 0 if argv contains --help."""
   if not {"-h", "-help", "--help", "--helpshort", "--helpfull"} & {*argv}:
     return
   scales = ", ".join(name for name in presets.SCALES if name)
   print(
     sys.modules["__main__"].__doc__,
     f"METHOD: {', '.join(config_lib.methods())}; or a file, FILE.py.",
-    f"PRESET: {scales}; or none, which trains on a task of the package.\n",
+    f"PRESET: {scales}; or none, to train on the embedded task.\n",
     flags.FLAGS.main_module_help(),
     sep="\n",
   )
@@ -63,25 +63,25 @@ def answer_help(argv: list[str]) -> None:
 
 
 def _parse(argv: list[str], check: Callable[[], None]) -> list[str]:
-  """Parses flags, and exits if there is nothing to run."""
+  """Parses flags; prints help or an error and exits if there is no run."""
   answer_help(argv)
   try:
     rest = flags.FLAGS(argv)
     if len(rest) > 1:
       raise InputError(f"{rest[1]!r} is not a flag; flags start with --")
     check()
-    flags.FLAGS.config.lock()  # A file that was not found only says so now.
-  except Exception as error:  # Config files are foreign code.
+    flags.FLAGS.config.lock()  # A missing file raises only on access.
+  except Exception as error:  # Config files are user code.
     print(f"error: {explain(error, argv)}", file=sys.stderr)
     sys.exit(2)
   return rest
 
 
 def _prepared(argv: list[str]) -> list[str]:
-  """Returns the arguments as flags read them.
+  """Returns the arguments in the form that absl parses.
 
   --config=METHOD becomes the path of the method's file, and 1e3 becomes 1000
-  where a key takes a whole number. Anything else is left as it is.
+  for integer keys. All other arguments are unchanged.
   """
   found, files = [], config_lib.methods()
   for before, argument in zip(["", *argv], argv):
@@ -99,12 +99,12 @@ def _prepared(argv: list[str]) -> list[str]:
 
 
 def explain(error: Exception, argv: list[str]) -> str:
-  """Returns one line for a command line that absl refused with an error."""
+  """Returns a one-line message for an error of parsing the command line."""
   return _unknown_key(argv) or _reason(error)
 
 
 def _unknown_key(argv: list[str]) -> str | None:
-  """Explains the first --config.KEY that no config has."""
+  """Returns a message for the first unknown --config.KEY, or None."""
   keys = list(config_lib.KEYS)
   for argument in argv[1:]:
     name, dot, key = argument.partition("=")[0].lstrip("-").partition(".")
@@ -115,13 +115,13 @@ def _unknown_key(argv: list[str]) -> str | None:
 
 
 def _hint(key: str) -> str:
-  """Names the key that may have been meant, or where to look."""
+  """Returns the key that was probably meant, or where to look."""
   parent, _, name = key.rpartition(".")
   if parent.endswith("settings"):
-    return f"give the whole, --config.{parent}=\"{{'NAME': VALUE}}\""
+    return f"give all settings, --config.{parent}=\"{{'NAME': VALUE}}\""
   peers, whole = _peers(), key.removeprefix("actor_rollout_ref.")
   same = [k for k in config_lib.KEYS if k.endswith(f".{name}")]
-  # A last name that is one of ours, such as `name`, says nothing of theirs.
+  # A last name that we use too, such as `name`, does not identify their key.
   theirs = [k for k in peers if k.endswith(f".{name}") and not same]
   for known in (whole, name, *theirs):
     if known in peers:
@@ -133,7 +133,7 @@ def _hint(key: str) -> str:
 
 
 def _peers() -> dict[str, str]:
-  """Returns what settings of TRL and verl are here, from docs/settings.md."""
+  """Returns counterparts of the keys of TRL and verl, from docs/settings.md."""
   found = {}
   for line in _PEERS.read_text(encoding="utf-8").splitlines():
     if not line.startswith("| "):
@@ -146,13 +146,13 @@ def _peers() -> dict[str, str]:
 
 
 def _likeness(key: str, known: str) -> float:
-  """Returns how alike two keys are in group and name, the lesser, 0 to 1."""
+  """Returns the similarity of two keys, 0 to 1: minimum of group and name."""
   parts = zip(key.rpartition(".")[::2], known.rpartition(".")[::2])
   return min(difflib.SequenceMatcher(None, *pair).ratio() for pair in parts)
 
 
 def _reason(error: Exception) -> str:
-  """Returns one line of an error that may wrap others or a whole traceback."""
+  """Returns one line for an error that may wrap others or a traceback."""
   causes = [error]
   while causes[-1].__context__:
     causes.append(causes[-1].__context__)

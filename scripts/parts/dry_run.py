@@ -1,4 +1,4 @@
-"""Implements train.py --dry_run: compiles phases, checks data and rewards."""
+"""Implements train.py --dry_run: compiles phases; checks data and rewards."""
 
 import time
 from typing import Any
@@ -17,14 +17,14 @@ from jaxrl_llm.trainer import summary
 from jaxrl_llm.trainer.run import Run
 
 _GIB = 2.0**30
-_CHECKED = 200  # Gold answers that the verifier is asked about.
+_CHECKED = 200  # Maximum number of gold answers given to the verifier, per set.
 
 
 def dry_run(run: Run) -> None:
   """Prints data, rewards, and memory per phase; trains nothing.
 
   Raises:
-    InputError: the verifier refuses gold answers.
+    InputError: the verifier rejects most gold answers.
   """
   print("\n".join(summary.describe(run)))
   _show_data(run)
@@ -34,7 +34,7 @@ def dry_run(run: Run) -> None:
   sizes = account.Sizes(run.config, model, mesh, platform=platform)
   known = account.temporaries_by_program(sizes)
   table = program.Table(
-    "phase | compile s | arguments GiB | temporary GiB | by account"
+    "phase | compile s | arguments GiB | temporary GiB | estimated"
   )
   shapes = run.transfer.shapes
   programs = lower_all(
@@ -48,8 +48,8 @@ def dry_run(run: Run) -> None:
     gib = (f"{x / _GIB:.3f}" if x else "" for x in (*held, known.get(name)))
     table.row(name, f"{seconds:.1f}", *gib)
   print(
-    "per device; as compiled and, of scoring and updates, by the model's"
-    " account in bfloat16; nothing was trained",
+    "per device; as compiled and, for scoring and updates, as estimated in"
+    " bfloat16; nothing was trained",
     flush=True,
   )
 
@@ -73,9 +73,9 @@ def _show_data(run: Run) -> None:
 
 
 def _check_rewards(run: Run) -> None:
-  """Gold answers must pass; a dataset whose golds fail cannot be learned.
+  """Checks that the reward accepts gold answers, without which none can learn.
 
-  Of a reward that nobody knows a right response for, it only must not fail.
+  If no correct response is known for the reward, it only must not fail.
   """
   name = run.config.reward.name
   problems = [x for one in run.evaluators for x in one.prompts[:_CHECKED]]
@@ -93,13 +93,13 @@ def _check_rewards(run: Run) -> None:
   accepted = [v.correct for v in verdicts]
   if None in golds:
     accepted = [v.error is None for v in verdicts]
-    said = f"answers given a verdict; what is right for {name!r} is not known"
+    said = f"answers got a verdict; correct ones are unknown for {name!r}"
   print(f"rewards: {sum(accepted)} of {count} {said}")
   if sum(accepted) < (count + 1) // 2:
     row = accepted.index(False)
     why = verdicts[row].error or f"such as {problems[row].answer!r}"
     raise InputError(
-      f"config.reward.name={name!r} refuses {count - sum(accepted)} of {count}"
+      f"config.reward.name={name!r} rejects {count - sum(accepted)} of {count}"
       f" gold answers, {why} of {problems[row].id}; choose another reward or"
       " clean the data"
     )
@@ -112,9 +112,10 @@ def lower_all(
 
   Args:
     config: settings of the run.
-    learner: its learner.
-    engine: its engine; one of another library has programs of its own.
-    shapes: of the sampler's weights, with shardings.
+    learner: the learner of the run.
+    engine: the engine of the run; the programs of a custom engine are not
+      lowered.
+    shapes: shapes of the sampler's weights, with shardings.
   """
   if config.sampler.engine:
     return lower(learner)

@@ -1,4 +1,4 @@
-"""Command lines of programs: flags, errors of one line, Markdown tables."""
+"""Command lines of programs: flags, one-line errors, Markdown tables."""
 
 import argparse
 import functools
@@ -15,7 +15,7 @@ DTYPE = {"choices": ("float32", "bfloat16"), "default": "float32"}
 
 
 def make_parser(text: str) -> argparse.ArgumentParser:
-  """Returns a parser whose help is the docstring of the program."""
+  """Returns a parser whose help text is the docstring of the program."""
   return argparse.ArgumentParser(
     description=text, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -24,10 +24,10 @@ def make_parser(text: str) -> argparse.ArgumentParser:
 def check_ranges(
   options: argparse.Namespace, **ranges: tuple[float, float]
 ) -> None:
-  """Refuses flags below the least or above the most that they may be.
+  """Checks that flags are in their (minimum, maximum) ranges.
 
   Raises:
-    InputError: there is one.
+    InputError: a flag is out of range.
   """
   for name, (least, most) in ranges.items():
     value = getattr(options, name)

@@ -1,4 +1,4 @@
-"""Devices that are not there, for which programs can be compiled.
+"""Topologies: descriptions of absent devices, to compile programs for.
 
 A topology is CHIP:AxB[xC] for TPUs, such as v5p:4x4x4, and CHIP:COUNT for the
 GPUs of a host, such as h100:8.
@@ -47,8 +47,8 @@ def parse(topology: str) -> tuple[Chip, int]:
   parts = sizes.split("x")
   if name not in CHIPS or not all(x.isdigit() and int(x) for x in parts):
     raise InputError(
-      f"--topology={topology}: choose a chip of {', '.join(CHIPS)}, such as"
-      " v5p:4x4x4 or h100:8"
+      f"--topology={topology}: choose one of {', '.join(CHIPS)} with a size,"
+      " such as v5p:4x4x4 or h100:8"
     )
   return CHIPS[name], math.prod(map(int, parts))
 
@@ -57,10 +57,10 @@ def devices_of(topology: str) -> list[Any]:
   """Returns descriptions of a topology's devices.
 
   Raises:
-    InputError: There is no such topology, or no compiler for it.
+    InputError: The topology does not exist, or its compiler is missing.
   """
   chip, count = parse(topology)
-  # This process needs no TPU, and is not the only one that loads the library.
+  # This process needs no TPU, and other processes may load the library too.
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
   platform, name, extra, settings = "tpu", topology, "tpu", {}
@@ -76,21 +76,21 @@ def devices_of(topology: str) -> list[Any]:
     f"--topology={topology}",
     f"does it exist, and is the compiler for {extra.upper()}s installed"
     f" (pip install -e '.[{extra}]')?",
-    Exception,  # The plugin fails or is missing.
+    Exception,  # The plugin failed or is missing.
   ):
     found = topologies.get_topology_desc(name, platform, **settings)
     return list(found.devices)
 
 
 def compiled(name: str, lowered: Any, topology: str) -> tuple[Any, str]:
-  """Compiles a program for a topology; returns it with its HLO.
+  """Compiles a program for a topology; returns it and its HLO text.
 
   Raises:
-    InputError: The compiler or the reader of its results failed.
+    InputError: The compiler failed, or its result could not be read.
     JaxRuntimeError: The program does not fit.
   """
   gpu = parse(topology)[0].gpu
-  # No GPU is there to time kernels on.
+  # There is no GPU to time kernels on.
   options = {"xla_gpu_autotune_level": 0} if gpu else None
   try:
     done = lowered.compile(options)
@@ -101,6 +101,6 @@ def compiled(name: str, lowered: Any, topology: str) -> tuple[Any, str]:
     library, extra = ("CUDA's plugin", "cuda12") if gpu else ("libtpu", "tpu")
     raise InputError(
       f"{name}: the compiler failed ({str(error).splitlines()[0]}); {library}"
-      f" may not be the one of JAX {jax.__version__}: pip install"
+      f" may not match JAX {jax.__version__}: pip install"
       f" 'jax[{extra}]=={jax.__version__}'"
     ) from error

@@ -1,1 +1,1 @@
-"""Studies: a table of settings x seeds, run, summed up and drawn."""
+"""Studies: grids of variants x seeds, with tables and plots."""

@@ -1,27 +1,28 @@
-"""Scores critics against what becomes of the same states.
+"""Scores critics against Monte Carlo values of the same states.
 
     python scripts/study.py critic --workdir=RUN [--step=N] [--out=DIR]
         [--critics=RUN,RUN:20,CRITIC_DIR] [--positions=10] [--continuations=8]
         [--tokens=1e6] [--set KEY=VALUE ...]
     python scripts/study.py critic --workdir=MODEL_DIR --config=METHOD[:PRESET]
 
-The policy is that of --workdir: of a checkpoint with --step, a run's first one
-without, or a model directory for the problems of --config. It answers held-out
+The policy is that of --workdir: a run's initial policy, its checkpoint with
+--step, or a model directory for the problems of --config. It answers held-out
 problems and continues every response --continuations times from each of
---positions places; the mean return of these is the truth about the state there.
-Critics are those of runs (RUN: its pretrained one, RUN:STEP: that of a
+--positions states; their mean return is the true value of the state. Critics
+are those of runs (RUN: the pretrained critic, RUN:STEP: the critic of a
 checkpoint) and exported ones; by default the run's own.
 
-OUT/truth.jsonl has the continuations. The same command goes on where it
-stopped, and --tokens ends it after so many generated tokens; a part of the
-responses, in random order, gives the same table with larger errors.
+OUT/truth.jsonl has the continuations. Running the same command again resumes,
+and --tokens limits the generated tokens; responses are continued in random
+order, so that a part of them gives the same table with larger errors.
 
-OUT/critic.csv and critic.png have, by position, difficulty (quarters of the
-problems, 1 is the hardest) and turn, the number of states, the mean truth, and
-the ceiling, 1 - E[Var(R | s)] / Var(R), the most that any critic can explain.
-For every critic they have its explained variance 1 - Var(R - V) / Var(R), the
-rank correlation of V with the truth, and the bias, the mean of V minus the
-truth. A response of chain_sum has its first wrong character marked.
+OUT/critic.csv and critic.png have, by position, difficulty (quartiles of the
+problems, 1 is the hardest) and turn: the number of states, the mean true value,
+and the ceiling, 1 - E[Var(R | s)] / Var(R), the maximum explained variance of
+any critic. For every critic they have its explained variance,
+1 - Var(R - V) / Var(R), the rank correlation of V with the true value, and the
+bias, the mean of V minus the true value. In responses of chain_sum, the first
+wrong character is marked.
 """
 
 import argparse
@@ -57,11 +58,11 @@ def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
 
   Args:
     name: RUN, RUN:STEP, or the directory of an exported critic.
-    config: settings of the policy's run, which an exported critic takes.
+    config: settings of the policy's run, which an exported critic uses.
     judged: B responses.
 
   Raises:
-    InputError: There is no such critic.
+    InputError: The critic does not exist.
   """
   path, _, step = name.rpartition(":")
   if not (path and step.isdecimal()):
@@ -78,7 +79,7 @@ def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
   run = build.make_run(config)
   critic, make = run.learner.critic, run.critic_params
   if critic is None:
-    raise InputError(f"{name}: this run has no critic; choose another")
+    raise InputError(f"{name}: this run has no critic; choose another run")
   if of_run and step is None:
     shapes = models.merge(critic.params)
     make = lambda _: checkpoint.load_tree(folder / FOLDER, shapes)
@@ -88,7 +89,7 @@ def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
       folder, number, "critic", critic.params
     )
   if view := choices.VIEWS.switched_on(config.value):
-    # Rows are those of other data.
+    # The run's own data may differ: take the answers from these prompts.
     answers = {prompt.example_id: prompt.answer for prompt in judged.prompts}
     view = functools.partial(view, answers.__getitem__, run.tokenizer)
     run.learner.views = {"critic": view}
@@ -100,14 +101,14 @@ def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
 
 
 def ceiling(returns: np.ndarray) -> float:
-  """Most that a critic can explain: 1 - E[Var(R | s)] / Var(R); [S, K]."""
+  """Returns 1 - E[Var(R | s)] / Var(R), a critic's maximum, of R [S, K]."""
   if not returns.var():  # The policy is always right, or never.
     return float("nan")
   return 1.0 - float(returns.var(axis=1, ddof=1).mean() / returns.var())
 
 
 def scores(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
-  """Returns the numbers of a critic's values [S] for returns [S, K]."""
+  """Returns the scores of a critic's values [S] for returns [S, K]."""
   truth, spread = returns.mean(axis=1), returns.var()
   ranks = [stats.rankdata(x) for x in (values, truth)]
   ranked = all(np.ptp(x) for x in ranks)
@@ -125,12 +126,12 @@ def tabulate(
   critics: Mapping[str, np.ndarray],
   positions: int,
 ) -> list[dict[str, Any]]:
-  """Returns the rows of the table: all states, and groups of them.
+  """Returns the rows of the table: all states, then groups of states.
 
   Args:
     states: S states.
-    problems: int [S], the problem of each.
-    critics: values [S] by critic.
+    problems: int [S], the problem of each state.
+    critics: critic -> values [S].
     positions: number of groups by position.
   """
   truth = states.returns.mean(axis=1)
@@ -159,7 +160,10 @@ def tabulate(
 
 
 def first_wrong(question: str, text: str) -> int | None:
-  """Place of the first character that the clean solution has not; or None."""
+  """Returns the index of the first character that differs from the solution.
+
+  Returns None if there is none, or if the question is not of chain_sum.
+  """
   if not re.fullmatch(r"[0-9]+([-+][0-9]+)+\?", question):
     return None
   terms = tuple(int(t) for t in re.findall(r"[-+]?[0-9]+", question))
@@ -169,16 +173,17 @@ def first_wrong(question: str, text: str) -> int | None:
 
 
 def draw(path, title, rows, states, critics, judged, values) -> None:
-  """Draws the table, calibration, and values along four responses.
+  """Plots the table, calibration, and values along four responses.
 
   Args:
     path: PNG file to write.
-    title: title of the picture.
+    title: title of the figure.
     rows: result of `tabulate`.
     states: S states.
-    critics: values [S] by critic.
-    judged: the responses.
-    values: values of the first critic along them, [B, T]; None without any.
+    critics: critic -> values [S].
+    judged: B responses.
+    values: values of the first critic along the responses, [B, T]; None without
+      a critic.
   """
   lines = {"ceiling": "ceiling"} | {f"{x} explained": x for x in critics}
   with figure(path, 2, 3, title=title) as (_, axes):
@@ -201,7 +206,7 @@ def draw(path, title, rows, states, critics, judged, values) -> None:
     axes[3].set(title="Calibration", xlabel="V", ylabel="Mean return")
     axes[5].axis("off")
     shown = examples(judged) if values is not None else []
-    if not shown:  # One response to each problem, say.
+    if not shown:  # For example, with one response per problem.
       axes[4].axis("off")
       return
     axes[4].set(title="Values along four responses", xlabel="Token")
@@ -220,7 +225,7 @@ def draw(path, title, rows, states, critics, judged, values) -> None:
 
 
 def examples(judged: Any) -> list[int]:
-  """Returns a right and a wrong response to each of two problems, if any."""
+  """Returns rows of a right and a wrong response for each of two problems."""
   found = {}
   for row, prompt in enumerate(judged.prompts):
     own = found.setdefault(prompt.question, {})
@@ -230,24 +235,24 @@ def examples(judged: Any) -> list[int]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-  """Declares the flags of the command line."""
+  """Adds the flags of the command line."""
   add = parser.add_argument
-  add("--workdir", required=True, help="folder of a run, or of a model")
+  add("--workdir", required=True, help="folder of a run or of a model")
   add("--config", metavar="METHOD[:PRESET]", help="problems for a model")
   add("--set", **program.REPEATED, metavar="KEY=VALUE", help="a setting")
-  add("--out", help="folder to write to; the run's by default")
-  add("--step", help="checkpoint of the policy; its first one by default")
-  add("--critics", help="with commas between; the run's own by default")
-  add("--positions", type=int, default=10, help="states of a response")
-  add("--continuations", type=int, default=8, help="of a state, at least 2")
-  add("--tokens", type=float, default=float("inf"), help="most to generate")
+  add("--out", help="output folder; default: that of the run")
+  add("--step", help="checkpoint of the policy; default: the initial policy")
+  add("--critics", help="comma-separated; default: the run's own")
+  add("--positions", type=int, default=10, help="states per response")
+  add("--continuations", type=int, default=8, help="per state, at least 2")
+  add("--tokens", type=float, default=float("inf"), help="max. to generate")
 
 
 def make_config(options: argparse.Namespace) -> Any:
-  """Returns the settings of the run, or those for a model.
+  """Returns the settings of the run, or of --config for a model.
 
   Raises:
-    InputError: --config or --set does not fit.
+    InputError: --config is missing, or --set is invalid.
   """
   folder = pathlib.Path(options.workdir)
   if workdir.is_workdir(folder):
@@ -257,7 +262,7 @@ def make_config(options: argparse.Namespace) -> Any:
     config.model.path = options.workdir
   else:
     raise InputError(
-      f"--workdir={folder} is no folder of a run; for a model give --config"
+      f"--workdir={folder} has no run; for a model give --config"
     )
   changes = {}
   for change in options.set:
@@ -271,14 +276,14 @@ def make_config(options: argparse.Namespace) -> Any:
 
 
 def own_critic(folder: pathlib.Path, step: str | None) -> str:
-  """Returns the name of a run's own critic, or ''."""
+  """Returns the name of a run's own critic; '' without one."""
   if step is not None and has_critic(workdir.read_config(folder)):
     return f"{folder}:{workdir.find_step(folder, step)}"
   return str(folder) if (folder / FOLDER).exists() else ""
 
 
 def run(options: argparse.Namespace) -> None:
-  """Samples, scores, draws and prints."""
+  """Samples continuations, scores critics, plots and prints."""
   folder = pathlib.Path(options.workdir)
   least = {"positions": (1, np.inf), "continuations": (2, np.inf)}
   program.check_ranges(options, **least)

@@ -1,4 +1,4 @@
-"""Accuracy of variants against its cost, and their leads over the first."""
+"""Plots accuracy of variants against cost, and leads over the baseline."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -16,22 +16,22 @@ _AXES = {
   "tokens": ("Generated tokens (thousands)", 1e3),
   "decode_steps": ("Decode steps (thousands)", 1e3),
 }
-# Colour and marker, and height within the line.
+# Format string (colour and marker), and vertical offset.
 _LEADS = {"steps": ("C0o", -0.15), "tokens": ("C1s", 0.15)}
 
 
 def draw(
   study: Study, outcomes: Mapping[str, Sequence[Outcome]], path: pathlib.Path
 ) -> None:
-  """Draws a panel for each of the study's axes, and one of leads.
+  """Plots a panel for each of the study's axes, and one of leads.
 
   Curves are means over seeds, shaded by the standard error; leads are over the
-  study's first variant, as in the table, with the same error.
+  study's first variant, as in the table, with standard errors.
 
   Args:
-    study: which variants, and which of them have curves.
+    study: the study, with its axes and the variants whose curves are plotted.
     outcomes: variant -> outcomes of its seeds.
-    path: PNG to write.
+    path: PNG file to write.
 
   Raises:
     ImportError: matplotlib is missing.
@@ -55,7 +55,7 @@ def draw(
 
 
 def _draw_leads(axis, study: Study, outcomes) -> None:
-  """A line for each variant but the first, from the top."""
+  """Plots one row for each variant except the baseline, from the top."""
   names = [name for name in outcomes if name != study.baseline]
   base = outcomes.get(study.baseline, [])
   for kind in study.leads:
@@ -71,7 +71,7 @@ def _draw_leads(axis, study: Study, outcomes) -> None:
       axis.errorbar(
         means,
         places,
-        xerr=np.nan_to_num(errors),  # One seed has none.
+        xerr=np.nan_to_num(errors),  # NaN for a single seed.
         fmt=marker,
         markersize=4,
         label=f"at equal {kind}",

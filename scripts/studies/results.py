@@ -1,4 +1,4 @@
-"""From the folders of finished runs to numbers per variant."""
+"""Reads finished runs, and writes tables and curves per variant."""
 
 import csv
 import pathlib
@@ -14,12 +14,12 @@ from jaxrl_llm.errors import InputError, as_input_error
 # Phases outside of training: evaluation and saving.
 _NOT_TRAINING = {"time/evaluate_s", "time/checkpoint_s"}
 _CURVES = ("steps", "seconds", "tokens", "decode_steps", "accuracy")
-# Phases of a step whose shares of the time are shown.
+# Phases of a step whose shares of the time are listed.
 _PHASES = ("generate", "score", "update_value", "update_policy")
 
 
 class Outcome(NamedTuple):
-  """The evaluations of a run, K of them, and what it had cost until then."""
+  """The K evaluations of a run, and its costs up to each of them."""
 
   steps: np.ndarray
   seconds: np.ndarray  # Training time only.
@@ -30,15 +30,15 @@ class Outcome(NamedTuple):
   seed: int = 0
 
   def at_target(self, axis: str, target: float) -> float:
-    """An axis at the first evaluation of at least `target`, or NaN."""
+    """Returns the axis value where accuracy first reaches `target`, or NaN."""
     reached = np.flatnonzero(self.accuracy >= target)
     return float(getattr(self, axis)[reached[0]]) if reached.size else np.nan
 
   def lead(self, other: "Outcome", axis: str) -> float:
     """Returns the lead in accuracy over another run, along an axis.
 
-    It is the mean over the other's evaluations but the first, as far as both
-    have come; accuracy between two evaluations lies on a line.
+    It is the mean over the other run's evaluations except the first, as far as
+    both runs extend; accuracy is interpolated linearly between evaluations.
     """
     places = getattr(other, axis)
     shared = (places > 0) & (places <= getattr(self, axis)[-1])
@@ -49,15 +49,15 @@ class Outcome(NamedTuple):
 def load_outcomes(
   study: Study, folder: pathlib.Path, seeds: Sequence[int]
 ) -> dict[str, list[Outcome]]:
-  """Reads the runs of a study that have begun.
+  """Reads the started runs of a study.
 
   Args:
-    study: which variants.
-    folder: has VARIANT/seedS, see `run_folder`.
-    seeds: which seeds.
+    study: the study.
+    folder: folder with VARIANT/seedS, see `run_folder`.
+    seeds: seeds to read.
 
   Returns:
-    variant name -> outcomes, one a seed whose run exists.
+    Variant name -> outcomes, one per seed whose run exists.
   """
   outcomes = {}
   for variant in study.variants:
@@ -72,15 +72,15 @@ def load_outcomes(
 def read_curves(
   study: Study, paths: Sequence[pathlib.Path]
 ) -> dict[str, list[Outcome]]:
-  """Reads what `write_curves` wrote, here or in the docs, as `load_outcomes`.
+  """Reads files of `write_curves`; returns the same as `load_outcomes`.
 
   Raises:
-    InputError: a file is no table of curves, or one of another study.
+    InputError: a file is not a table of curves, or is of another study.
   """
   points = {}
   kinds = KeyError, TypeError, ValueError, csv.Error
   for path in paths:
-    what, advice = f"{path}: not a curves.csv of this program", "name another"
+    what, advice = f"{path}: not a curves.csv of this program", "give another"
     with as_input_error(what, advice, *kinds):
       text = path.read_text(encoding="utf-8")
       for row in csv.DictReader(text.splitlines()):
@@ -89,7 +89,7 @@ def read_curves(
         points.setdefault(key, []).append(point)
   names = [variant.name for variant in study.variants]
   for name in sorted({name for name, _ in points} - set(names)):
-    raise InputError(f"{name!r} is no variant of this study")
+    raise InputError(f"{name!r} is not a variant of this study")
   outcomes = {}
   for name, seed in sorted(points, key=lambda k: (names.index(k[0]), k[1])):
     columns = np.array(points[name, seed]).T
@@ -104,12 +104,12 @@ def run_folder(folder: pathlib.Path, variant: str, seed: int) -> pathlib.Path:
 
 
 def outcome(rows: Sequence[Mapping[str, Any]]) -> Outcome:
-  """Curve and time split of a run's metrics, of its first evaluation set."""
+  """Returns curve and time split of a run, for its first evaluation set."""
 
   def totals(name: str) -> np.ndarray:
     return np.cumsum([row.get(name) or 0.0 for row in rows])
 
-  # The start holds value pretraining, a price that some methods pay.
+  # The start includes value pretraining, a cost of some methods.
   seconds = totals("time/start_s") + totals("time/step_s")
   seconds -= sum(totals(name) for name in _NOT_TRAINING)
   names = [next(iter(report.accuracy_names([row])), "") for row in rows]
@@ -126,11 +126,11 @@ def outcome(rows: Sequence[Mapping[str, Any]]) -> Outcome:
 def write_table(
   study: Study, outcomes: Mapping[str, list[Outcome]], path: pathlib.Path
 ) -> str:
-  """Writes a Markdown table: one row a variant, mean ± standard error.
+  """Writes a Markdown table: one row per variant, mean ± standard error.
 
   Args:
-    study: its first variant gives the ratios.
-    outcomes: of `load_outcomes`.
+    study: the study; ratios are to its first variant.
+    outcomes: result of `load_outcomes`.
     path: file to write.
 
   Returns:
@@ -141,13 +141,13 @@ def write_table(
   text = (
     f"# {study.title}\n\n{study.question}\n\n"
     "Mean ± standard error over seeds. Accuracy is that of sampled answers to"
-    " held-out problems, at the end and as the mean over all evaluations but"
-    " the first. Seconds are those of training steps, and shares are of them;"
-    " value pretraining counts, evaluation and saving do not. Tokens are those"
-    " generated, decode steps the sampler's, one after the other. Ratios"
-    f" compare what it took to {study.target:g} with {study.baseline}, and"
-    " leads are of accuracy over the same seed's, the mean over the run, at"
-    " equal steps and at equal tokens.\n\n"
+    " held-out problems, at the end and as the mean over all evaluations except"
+    " the first. Seconds, and the shares of them, are of training, including"
+    " value pretraining but not evaluation and saving. Tokens are generated"
+    " tokens; decode steps are the sampler's sequential steps. Ratios compare"
+    f" the cost to reach {study.target:g} with {study.baseline}. Leads are in"
+    " accuracy over the run of the same seed, averaged over the run, at equal"
+    " steps and at equal tokens.\n\n"
     f"{report.markdown(rows)}\n"
   )
   path.write_text(text, encoding="utf-8")
@@ -157,7 +157,7 @@ def write_table(
 def write_curves(
   outcomes: Mapping[str, list[Outcome]], path: pathlib.Path
 ) -> None:
-  """Writes every evaluation as a line of CSV, to be drawn elsewhere."""
+  """Writes every evaluation as a line of CSV, for `read_curves`."""
   rows = [
     [variant, run.seed, *(f"{x:.6g}" for x in point)]
     for variant, results in outcomes.items()
@@ -170,7 +170,7 @@ def write_curves(
 def write_csv(
   path: pathlib.Path, names: Iterable[str], rows: Iterable[Iterable[Any]]
 ) -> None:
-  """Writes rows below the names of their columns."""
+  """Writes a CSV file: column names, then rows."""
   with open(path, "w", encoding="utf-8", newline="") as file:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(names)
@@ -180,7 +180,7 @@ def write_csv(
 def _row(
   name: str, results: list[Outcome], base: list[Outcome], target: float
 ) -> dict[str, str]:
-  """The cells of a variant, by the titles of their columns."""
+  """Returns the cells of a variant, by column title."""
   done = [r for r in results if r.steps.size]
   means = [r.accuracy[1:].mean() for r in done if r.accuracy.size > 1]
   seconds, ratio = _to_target(results, base, "seconds", target)
@@ -209,7 +209,7 @@ def _row(
 def leads(
   results: Sequence[Outcome], base: Sequence[Outcome], axis: str
 ) -> list[float]:
-  """Leads over the baseline's runs of the same seeds, where both have come.
+  """Returns leads over the baseline's runs, for seeds that both have.
 
   Empty for the baseline itself.
   """
@@ -229,13 +229,13 @@ def _to_target(
   own = [r.at_target(axis, target) for r in results]
   theirs = [r.at_target(axis, target) for r in base]
   if not any(own):
-    return "-", "-"  # These metrics do not have it.
+    return "-", "-"  # The metrics lack this axis.
   ratio = np.mean(own) / np.mean(theirs) if any(theirs) else np.nan
   return mean_and_error(own, ".0f"), mean_and_error([ratio], ".2f")
 
 
 def mean_and_error(values: Sequence[float], form: str) -> str:
-  """`mean ± standard error`; a dash where a seed has no value."""
+  """Returns `mean ± standard error`; a dash if a seed has no value."""
   if not values or not np.isfinite(values).all():
     return "-"
   mean, error = metrics.mean_and_standard_error(values)

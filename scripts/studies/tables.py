@@ -1,4 +1,4 @@
-"""The studies: which settings are compared, and what each variant changes."""
+"""Definitions of the studies: compared variants and their settings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,25 +13,25 @@ class Variant(NamedTuple):
 
 
 class Study(NamedTuple):
-  """Variants that are compared, each with the first."""
+  """Variants that are compared with the first of them."""
 
   title: str
   question: str
   variants: tuple[Variant, ...]
   preset: str = ""  # Scale of all variants.
-  target: float = 0.8  # Accuracy whose first moment is measured.
-  axes: tuple[str, ...] = ("tokens",)  # Panels of the picture.
-  leads: tuple[str, ...] = ("steps", "tokens")  # At equal numbers of which.
-  # Variants whose curves are drawn, where all of them would hide each other.
+  target: float = 0.8  # Accuracy to which the cost is measured.
+  axes: tuple[str, ...] = ("tokens",)  # Panels of the figure.
+  leads: tuple[str, ...] = ("steps", "tokens")  # Axes along which leads are.
+  # Variants whose curves are plotted; empty: all.
   drawn: tuple[str, ...] = ()
 
   @property
   def baseline(self) -> str:
-    """Name of the variant that the others are compared with."""
+    """Returns the name of the variant that the others are compared with."""
     return self.variants[0].name
 
   def only(self, names: Sequence[str]) -> "Study":
-    """The study of some of its variants."""
+    """Returns the study with only the named variants."""
     kept = tuple(each for each in self.variants if each.name in names)
     return self._replace(variants=kept)
 
@@ -41,7 +41,7 @@ _CONSTANT_LAMBDA = {
   "estimator.lambda_schedule": "constant",
   "estimator.lambda_policy": 0.95,
 }
-# VAPO without one of its parts.
+# Changes that remove one part of VAPO each.
 _WITHOUT = {
   "value pretraining": {"value.pretrain_steps": 0},
   "decoupled GAE": _CONSTANT_LAMBDA | {"estimator.lambda_value": 0.95},
@@ -55,7 +55,7 @@ _WITHOUT = {
 def _each(
   method: str, run: Mapping[str, Any], named: Mapping, name: str = "{}"
 ) -> tuple[Variant, ...]:
-  """One variant of a run for each of some named changes."""
+  """Returns one variant of a run for each of the named changes."""
   return tuple(
     Variant(name.format(k), method, run | changes)
     for k, changes in named.items()
@@ -63,7 +63,7 @@ def _each(
 
 
 def _without_parts(run: Mapping[str, Any], responses: int) -> tuple:
-  """VAPO, then without each of its parts; as many responses per step."""
+  """Returns VAPO, VAPO without each part, and PPO; equal responses per step."""
   alone = {"data.prompts_per_step": responses, "data.group_size": 1}
   return (
     Variant("VAPO", "vapo", run),
@@ -72,7 +72,7 @@ def _without_parts(run: Mapping[str, Any], responses: int) -> tuple:
   )
 
 
-# The papers' critics read tokens alone.
+# The papers' critics read only tokens.
 _TOKENS_ALONE = _RUN | {"value.reads_logprobs": False}
 _REWARD_MODEL = {"value.reward_model_steps": 12}
 _NO_KL = _RUN | {"loss.kl_coefficient": 0.0}
@@ -80,14 +80,15 @@ _FILTER = {"loss.overlong_filter": True}
 _CLIP_HIGHER = {"loss.clip_high": 0.28}
 _PUNISHED = _NO_KL | _CLIP_HIGHER | {"reward.overlong_buffer": 72}
 _ALL_GROUPS = {"schedule.dynamic_sampling": False}
-# A full rollout costs as much as several windows: fewer steps, like seconds.
+# A full rollout costs as much as several windows: fewer steps, similar seconds.
 _FULL = {"run.steps": 40, "eval.every": 5}
 _WINDOWED = {"run.steps": 80, "eval.every": 10}
 _WINDOWS = {str(n): {"schedule.window": n} for n in (64, 32, 128)}
 _WINDOWS["64, bootstrap"] = _WINDOWS["64"] | {"estimator.boundary": "bootstrap"}
 _EVALUATED_WELL = _RUN | {"eval.greedy": True, "eval.problems": 200}
-# AReaL's objective and what it leaves out: π_prox recomputed and its distance
-# to the sampler weighed; the sampler as π_prox (PPO's ratio corrects); neither.
+# AReaL's objective and its ablations: π_prox is recomputed, and an importance
+# weight corrects for the sampler; the sampler is π_prox, so that PPO's ratio
+# corrects; no correction.
 _OBJECTIVES = {
   "decoupled": {},
   "coupled": {"off_policy.proximal": "stored", "off_policy.correction": "none"},
@@ -113,7 +114,7 @@ _PLAIN = _STALE | {
 _TRUNCATED = {"off_policy.correction": "truncate"}
 _SCALED = _TRUNCATED | {"off_policy.ess_scale": True}
 _VCPO = {"estimator.name": "optimal_baseline"}
-# Batches are trained on in four updates, with large steps.
+# Four updates per batch, with large steps.
 _LARGE_STEPS = _STALE | {
   "optimizer.policy.mini_batch": 0,
   "optimizer.policy.updates_per_step": 4,
@@ -132,7 +133,7 @@ _HARD_MASKS = {
   "VAPO": ("vapo", {}),
   "GRPO": ("grpo", {}),
 }
-# At lag 8: bounds that act on tokens which move the way of their advantage.
+# At lag 8: bounds only on ratios that moved in the direction of the advantage.
 _ONE_SIDED = {
   "SAO with PPO's clip": (
     "sao",
@@ -158,7 +159,7 @@ _CALCULATOR = {
   "optimizer.value.mini_batch": 16,
   "value.pretrain_steps": 6,
 }
-# Four turns of the calculator on average, or six and up to 34.
+# Four calculator turns on average, or six and at most 34.
 _TURNS = {
   "sums": _CALCULATOR,
   "divisions": _CALCULATOR
@@ -179,7 +180,7 @@ _UNITS = {
   },
 }
 
-# Responses to prompts of a pool that is passed through twice.
+# Prompts of a pool that is traversed twice.
 _POOL = {"run.steps": 60, "eval.every": 10, "data.prompts_per_step": 32}
 _POOL |= {"data.pool": 1024}
 _SHUFFLED = _POOL | {"data.order": "shuffled"}
@@ -187,19 +188,19 @@ _MIXED_GROUPS = {"schedule.dynamic_sampling": True}
 
 
 def _of(prompts: int, tries: int, **changes: Any) -> dict[str, Any]:
-  """A run whose steps have so many prompts and responses to each."""
+  """Returns settings with so many prompts per step and responses per prompt."""
   shape = {"data.prompts_per_step": prompts, "data.group_size": tries}
   return _RUN | shape | {"optimizer.policy.mini_batch": 0} | changes
 
 
-_ALONE = {"data.order": "shuffled"}  # Without a second look at a prompt.
+_ALONE = {"data.order": "shuffled"}  # No further tries per prompt.
 _PLAIN_GROUPS = _ALONE | {"estimator.name": "group"}
 _HARD = {"data.order_settings": {"signal": "hard"}}
 
 STUDIES: Mapping[str, Study] = {
   "vapo_ablations": Study(
     title="The token-level and the positive LM loss help, groups do not",
-    question="What does held-out accuracy lose without one part?",
+    question="How much held-out accuracy does each part contribute?",
     preset="long_tail",
     target=0.65,
     variants=_without_parts(_RUN, 128),
@@ -207,12 +208,12 @@ STUDIES: Mapping[str, Study] = {
   ),
   "credit": Study(
     title="VAPO is ahead of GRPO and PPO; DAPO needs 2.5 times the tokens",
-    question="What is a critic worth whose values explain half the returns?",
-    leads=("steps",),  # At equal tokens DAPO's lead hides the others.
+    question="How useful is a critic that explains half of the variance?",
+    leads=("steps",),  # At equal tokens, DAPO's lead would dwarf the others.
     drawn=("VAPO", "PPO", "GRPO", "DAPO"),
     variants=(
       *_without_parts(_TOKENS_ALONE, 512),
-      # With the papers' settings, and without the repair of the bias.
+      # As in the papers, with and without pretraining, which removes the bias.
       Variant("from a reward model", "vapo", _TOKENS_ALONE | _REWARD_MODEL),
       Variant(
         "from a reward model, without value pretraining",
@@ -226,7 +227,7 @@ STUDIES: Mapping[str, Study] = {
   ),
   "language_model": Study(
     title="SmolLM2-135M learns sums of two digits with all three methods",
-    question="Do the methods do for SmolLM2-135M what they do for small bases?",
+    question="Do the methods work for SmolLM2-135M as for small base models?",
     preset="smollm2",  # Needs --config.model.path=DIR.
     target=0.6,
     variants=tuple(
@@ -235,7 +236,7 @@ STUDIES: Mapping[str, Study] = {
   ),
   "dapo_increments": Study(
     title="Dynamic sampling gives most of DAPO's lead for 1.6 times the tokens",
-    question="What does each of DAPO's parts add?",
+    question="How much does each part of DAPO contribute?",
     preset="long_tail",
     target=0.65,
     axes=("steps", "tokens", "seconds"),
@@ -250,7 +251,7 @@ STUDIES: Mapping[str, Study] = {
   ),
   "staleness": Study(
     title="With large steps a long lag needs PPO's clip, truncation or VCPO",
-    question="What does a lag cost, and which objective bears it?",
+    question="What does a lag cost, and which objective tolerates it?",
     axes=(),
     target=0.7,
     variants=(
@@ -263,7 +264,7 @@ STUDIES: Mapping[str, Study] = {
   ),
   "hard_masks": Study(
     title="What a lag costs with and without a hard token mask",
-    question="Do SAO and its mask bear a lag with large steps?",
+    question="Do SAO and its mask tolerate a lag with large steps?",
     axes=(),
     target=0.7,
     variants=tuple(
@@ -284,7 +285,7 @@ STUDIES: Mapping[str, Study] = {
   **{
     f"units_{task}": Study(
       title="Credit by token, segment and turn is level",
-      question="Which unit of credit do responses of several turns need?",
+      question="Which unit of credit do multi-turn responses need?",
       axes=(),
       variants=_each("vapo", run, _UNITS),
     )
@@ -292,7 +293,7 @@ STUDIES: Mapping[str, Study] = {
   },
   "budgets": Study(
     title="Shuffled prompts are ahead of all others at equal tokens",
-    question="Does a prediction of mixed groups replace dynamic sampling?",
+    question="Can predicting mixed groups replace dynamic sampling?",
     variants=(
       Variant("shuffled", "dots", _SHUFFLED),
       Variant("dynamic sampling", "dots", _SHUFFLED | _MIXED_GROUPS),
@@ -305,7 +306,7 @@ STUDIES: Mapping[str, Study] = {
     title="DARS's further tries of hard prompts pay, also at equal tokens",
     question="Are many tries of hard prompts worth more than many prompts?",
     drawn=("4 tries of 36", "4 tries of 60 prompts", "DARS, equal"),
-    # DARS asks 36 prompts and begins with 240 responses a step.
+    # DARS samples 36 prompts per step, and starts with 240 responses.
     variants=(
       Variant("4 tries of 36", "dars", _of(36, 4, **_PLAIN_GROUPS)),
       Variant("4 tries of 60 prompts", "dars", _of(60, 4, **_PLAIN_GROUPS)),
@@ -317,7 +318,7 @@ STUDIES: Mapping[str, Study] = {
   ),
   "hints": Study(
     title="Hints and repairs pay at equal steps, repairs at equal tokens too",
-    question="Do tokens help that the policy did not write?",
+    question="Do tokens that the policy did not sample help?",
     drawn=("8 tries", "16 tries", "ADHint", "SCOPE", "half is replayed"),
     variants=(
       Variant("8 tries", "adhint", _of(16, 8, **_PLAIN_GROUPS)),

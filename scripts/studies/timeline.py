@@ -1,14 +1,14 @@
-"""Draws what sampler and learner of a run do at the same time.
+"""Plots what sampler and learner of a run do at the same time.
 
     XLA_FLAGS="--xla_force_host_platform_device_count=2 \
         --xla_cpu_multi_thread_eigen=false" \
         python scripts/study.py timeline [--steps=6] [--out=runs/timeline]
 
-Runs GRPO on the embedded base with sampler and learner on a device of their
-own, a core each: by turns, with `schedule.streaming` and with `schedule.lag`.
-Prints the seconds of a step and writes OUT/timeline.csv (way, side, phase,
-begin and end in seconds), OUT/table.md and OUT/timeline.png. Nothing that
-compiles is in them: each way is warmed up before.
+Runs GRPO on the embedded base model with sampler and learner on separate
+devices, one core each: by turns, with `schedule.streaming` and with
+`schedule.lag`. Prints the seconds per step and writes OUT/timeline.csv (way,
+side, phase, begin and end in seconds), OUT/table.md and OUT/timeline.png. All
+exclude compilation: each way is warmed up first.
 """
 
 import argparse
@@ -32,8 +32,8 @@ WAYS = {
   "streaming": {"schedule.streaming": True},
   "lag 1": {"schedule.lag": 1},
 }
-_WAITS = "wait"  # The phase in which the learner does nothing.
-# Owners of phases other than the learner's.
+_WAITS = "wait"  # The phase in which the learner is idle.
+# Sides of phases that are not the learner's.
 _SIDES = {"data": "sampler", "generate": "sampler", "reward": "rewards"}
 
 
@@ -47,16 +47,16 @@ class Span(NamedTuple):
 
 
 class Recorder(metrics.PhaseTimer):
-  """A timer that keeps each phase."""
+  """A phase timer that also records each span."""
 
   def __init__(self):
-    """Keeps none yet."""
+    """Starts without spans."""
     super().__init__()
     self.spans: list[Span] = []
 
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
-    """Times a phase like the parent class."""
+    """Times a phase like the parent class, and records its span."""
     begin_s = time.perf_counter()
     with super().phase(name):
       yield
@@ -65,7 +65,7 @@ class Recorder(metrics.PhaseTimer):
 
 
 def make_config(way: str) -> Any:
-  """GRPO with an update a step, sampler and learner on devices of their own."""
+  """Returns GRPO with one update per step, on a device per side."""
   config = config_lib.method("grpo", **WAYS[way])
   config.mesh.data = config.sampler.mesh.data = 1
   config.sampler.parity_check_every = config.run.samples_every = 0
@@ -74,7 +74,7 @@ def make_config(way: str) -> Any:
 
 
 def measure(way: str, steps: int, warm_up: int) -> tuple[list[Span], float]:
-  """The phases of so many steps after a warm-up, and the seconds of one."""
+  """Returns the spans of some steps after a warm-up, and seconds per step."""
   run, recorder = build.make_run(make_config(way)), Recorder()
   with contextlib.closing(run.judge):
     states, weights = loop.begin(run)
@@ -91,18 +91,18 @@ def measure(way: str, steps: int, warm_up: int) -> tuple[list[Span], float]:
 
 
 def busy(spans: list[Span], side: str) -> float:
-  """Seconds in which a side did something."""
+  """Returns the seconds in which a side was busy."""
   own = [x for x in spans if x.side == side and x.phase != _WAITS]
   return sum(span.end_s - span.begin_s for span in own)
 
 
 def draw(ways: dict[str, list[Span]], path: pathlib.Path) -> None:
-  """A panel a way, a bar a side, a colour a phase."""
+  """Plots one panel per way, one bar per side, one colour per phase."""
   phases = dict.fromkeys(s.phase for spans in ways.values() for s in spans)
   phases.pop(_WAITS, None)
   colors = {name: f"C{i}" for i, name in enumerate(phases)}
   last_s = max(span.end_s for spans in ways.values() for span in spans)
-  title = "Who works when: measured on two CPU devices, a core each"
+  title = "Timeline: measured on two CPU devices, one core each"
   with figure(path, len(ways), 1, title=title) as (sheet, axes):
     sheet.set_size_inches(8.5, 2 * len(ways) + 1)
     for (way, spans), axis in zip(ways.items(), axes.reshape(-1)):
@@ -124,19 +124,19 @@ def draw(ways: dict[str, list[Span]], path: pathlib.Path) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-  """Declares the flags of the command line."""
+  """Adds the flags of the command line."""
   add = parser.add_argument
-  add("--steps", type=int, default=6, help="that are measured")
-  add("--warm_up", type=int, default=8, help="before them: they may compile")
-  add("--out", default="runs/timeline", help="folder")
+  add("--steps", type=int, default=6, help="measured steps")
+  add("--warm_up", type=int, default=8, help="steps before them, to compile")
+  add("--out", default="runs/timeline", help="output folder")
 
 
 def run(options: argparse.Namespace) -> None:
-  """Measures, prints and draws."""
+  """Measures, prints and plots."""
   if jax.device_count() < 2 or options.steps < 1:
     raise InputError(
-      f"{jax.device_count()} devices, {options.steps} steps; at least 2 devices"
-      " and 1 step are needed, see --help"
+      f"{jax.device_count()} devices, {options.steps} steps; give at least 2"
+      " devices and 1 step, see --help"
     )
   out = pathlib.Path(options.out)
   out.mkdir(parents=True, exist_ok=True)

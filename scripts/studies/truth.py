@@ -1,4 +1,4 @@
-"""Monte Carlo values of states, by continuations of responses."""
+"""Estimates Monte Carlo values of states by continuing responses."""
 
 import dataclasses
 import json
@@ -19,11 +19,11 @@ from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling.requests import cut
 from jaxrl_llm.types import Origin, Rollout, Status, take_rows
 
-_ROUNDS = 8  # Continuations of a chunk, per slot of the engine.
+_ROUNDS = 8  # Continuations per chunk and slot of the engine.
 
 
 class States(NamedTuple):
-  """S states, each before a token of a response, and what became of them."""
+  """S states, each before a token of a response, and their returns."""
 
   row: np.ndarray  # int [S], the response.
   at: np.ndarray  # int [S], the token.
@@ -33,7 +33,7 @@ class States(NamedTuple):
 
 
 def find_states(rollout: Rollout, rows: Sequence[int], positions: int):
-  """Returns evenly spaced states of some responses, before own tokens."""
+  """Returns evenly spaced states of responses, before tokens of the policy."""
   found = []
   for row in rows:
     own = rollout.origin[row, : rollout.lengths[row]] == Origin.POLICY
@@ -54,18 +54,19 @@ def continue_from(
   returns_of: Callable[[Any, np.ndarray], np.ndarray],
   first_id: int,
 ) -> tuple[np.ndarray, int]:
-  """Continues every state K times, those of a state from one shared prefill.
+  """Continues every state K times, from one shared prefill per state.
 
   Args:
     states: S states.
-    writer: with K responses to a prompt.
-    weights: of the policy.
-    judged: the responses that the states are of.
+    writer: writer with K responses per prompt.
+    weights: weights of the policy.
+    judged: the responses that contain the states.
     returns_of: (responses, tokens [B]) -> returns from these tokens on, [B].
-    first_id: the first sample id that nothing else has.
+    first_id: the first unused sample id.
 
   Returns:
-    Returns, float [S, K], NaN where the reward failed, and generated tokens.
+    Returns, float [S, K], NaN where the reward failed, and the number of
+    generated tokens.
   """
   count = writer.group_size
   index = np.repeat(np.arange(len(states.row)), count)
@@ -80,7 +81,7 @@ def continue_from(
   prompts = [judged.prompts[row] for row in rows]
   given, talks = begun, {}
   if writer.turn_taking is None:
-    # A prefix that is given text is read once for all continuations.
+    # A prefix of given tokens is prefilled once for all continuations.
     given = begun.replace(mask=np.zeros_like(begun.mask))
   else:
     talks = replay(writer.turn_taking, begun, prompts)
@@ -94,7 +95,7 @@ def continue_from(
 def replay(
   config: ConversationConfig, rollout: Rollout, prompts: Sequence[Any]
 ) -> dict[str, str]:
-  """Returns the conversations of prefixes, their turns played again."""
+  """Returns the conversations of prefixes, by replaying their turns."""
   turns = []
   for row, length in enumerate(rollout.lengths):
     own = rollout.origin[row, :length] == Origin.POLICY
@@ -124,7 +125,7 @@ def monte_carlo(learner: Any, gamma: float) -> Callable[..., np.ndarray]:
 
   def returns_of(responses, at):
     given = providers.of_responses(responses, 0, names, learner.column)
-    # Scores of models do not enter a return with a lambda of 1.
+    # Returns with lambda 1 do not depend on scores of models.
     none = np.zeros(responses.rollout.mask.shape, np.float32)
     given |= {name: none for name in names - given.keys()}
     found = parts.evaluate(["returns"], made.parts, given)["returns"]
@@ -134,10 +135,10 @@ def monte_carlo(learner: Any, gamma: float) -> Callable[..., np.ndarray]:
 
 
 def sample_truth(run: Any, weights: Weights, judged: Any, options: Any):
-  """Returns the continued states of all responses, or of those in the budget.
+  """Returns the continued states of all responses, within the token budget.
 
   Raises:
-    InputError: the file has the continuations of another policy or setting.
+    InputError: the file has continuations of another policy or setting.
   """
   rollout, path = judged.responses.rollout, pathlib.Path(options.out)
   path /= "truth.jsonl"
@@ -148,20 +149,20 @@ def sample_truth(run: Any, weights: Weights, judged: Any, options: Any):
   done = read_rows(path) if path.exists() else []
   if any(row["identity"] != identity for row in done):
     raise InputError(
-      f"{path}: of another policy or setting; give another --out"
+      f"{path}: continuations of another policy or setting; give another --out"
     )
   order = np.random.default_rng(0).permutation(len(rollout.lengths))
   states = find_states(rollout, order, positions)
   size = max(1, _ROUNDS * writer.engine.config.slots // count)
   returns_of = monte_carlo(run.learner, run.config.estimator.gamma)
   file, begun, new = JsonlWriter(path), time.perf_counter(), 0
-  file.truncate_after(len(done) - 1)  # Drops a line that was cut.
+  file.truncate_after(len(done) - 1)  # Drops an incomplete line.
   for step in range(len(done), -(-len(states.at) // size)):
     if sum(row["tokens"] for row in done) >= options.tokens:
       break
     start = step * size
     chunk = States(*(x[start : start + size] for x in states[:-1]))
-    # Distinct numbers: each continuation has noise of its own.
+    # Distinct sample ids, so that each continuation has different noise.
     first = len(rollout.lengths) + start * count
     returns, tokens = continue_from(
       chunk, writer, weights, judged, returns_of, first

@@ -50,7 +50,7 @@ def test_names_who_is_unlike_the_others(tmp_path, capsys):
     write(tmp_path, f"worker-{host}", samples(host, broken=host == 3))
   code, out, _ = run(tmp_path, capsys)
   assert code == 1 and out.count("\n") == 1
-  assert out.startswith("worker-3: duty_cycle unlike the other hosts of its")
+  assert out.startswith("worker-3: duty_cycle deviates from the other hosts")
   since = float(out.split("since ")[1].split()[0])
   assert _NOW + 295 <= since <= _NOW + 345
 
@@ -111,14 +111,14 @@ def test_who_is_slow_where_all_wait_for_it(tmp_path, capsys):
 def test_two_hosts_cannot_be_compared(tmp_path, capsys):
   write(tmp_path, "worker-0", samples(0))
   write(tmp_path, "worker-1", samples(1))
-  refusal = f"detect: {tmp_path}: cannot compare 2 host(s); give at least 3 of"
+  refusal = f"detect: {tmp_path}: cannot compare 2 host(s); give at least 3"
   code, out, err = run(tmp_path, capsys)
-  assert (code, out, err) == (2, "", f"{refusal} a role\n")
+  assert (code, out, err) == (2, "", f"{refusal} per role\n")
   write(tmp_path, "worker-1", samples(1, broken=True))
   code, out, err = run(tmp_path, capsys)
   assert (code, out, err.count("\n")) == (2, "", 1)
   suspicion = "; more likely worker-1: duty_cycle has moved from 69.65 to"
-  assert err.startswith(f"{refusal} a role{suspicion}")
+  assert err.startswith(f"{refusal} per role{suspicion}")
 
 
 def test_the_slower_one_of_two_is_a_suspicion(tmp_path, capsys):

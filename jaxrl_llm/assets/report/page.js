@@ -1,8 +1,8 @@
 "use strict";
-// The report of runs: tables of steps and settings, and a viewer of responses,
-// whose state is the fragment of the URL, so that a link shares it.
-const ROW = 24; // Height of a row of a scrolling table, in pixels.
-const BLOCK = 500; // Responses in an element of per-token data.
+// The report of runs: tables of steps and settings, and a viewer of responses.
+// The viewer's state is the fragment of the URL, so that a link shares it.
+const ROW = 24; // Row height of a scrolling table, in pixels.
+const BLOCK = 500; // Responses per element of per-token data.
 const COLORS = ["advantage", "value", "logprob_diff", "origin"];
 const LABELS = {
   advantage: "advantage",
@@ -26,14 +26,14 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const several = data.runs.length > 1;
 
 function make(tag, properties, ...children) {
-  // Texts become text nodes: nothing that a run wrote is ever markup.
+  // Texts become text nodes, so that the output of a run is never markup.
   const element = Object.assign(document.createElement(tag), properties);
   element.append(...children.filter((x) => x !== null && x !== undefined));
   return element;
 }
 
 function visible(text) {
-  // Shows characters that would hide or reorder the text around them.
+  // Escapes characters that would hide or reorder the text around them.
   return String(text).replace(
     /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu,
     (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"),
@@ -51,7 +51,7 @@ function format(value) {
   return visible(value);
 }
 
-// A table of which only the visible rows exist.
+// A table that renders only its visible rows.
 class Rows {
   constructor(columns, { click, sort } = {}) {
     this.columns = columns;
@@ -186,7 +186,7 @@ function drawSeconds() {
   const lines = names.map((name) => line([name, ...data.runs.map((run) => format(run.seconds[name]))], "td"));
   const table = make("table", {}, line(["", ...data.runs.map((run) => run.name)], "th"), ...lines);
   document.getElementById("seconds").append(
-    make("h2", { textContent: "Where the seconds went" }),
+    make("h2", { textContent: "Time spent" }),
     make("details", {}, make("summary", { textContent: "seconds by phase" }), table),
     make("p", { className: "caption", textContent: data.meaning }),
   );
@@ -209,7 +209,7 @@ function perToken(sample) {
 }
 
 function inRange(text) {
-  // "3" is one number, "1..9", "1.." and "..9" are closed intervals.
+  // "3" is a single number; "1..9", "1.." and "..9" are closed intervals.
   const [low, high] = text.includes("..") ? text.split("..") : [text, text];
   const from = low.trim() === "" ? -Infinity : Number(low);
   const to = high.trim() === "" ? Infinity : Number(high);
@@ -257,7 +257,7 @@ function chosen() {
   const key = by === "correct" ? verdict : by === "run" ? (x) => x.run : (x) => x[by];
   return found.sort((a, b) => {
     const [x, y] = [key(a), key(b)];
-    // Missing ones last, in both directions.
+    // Missing values come last, in both directions.
     if (x === null || x === undefined) return y === null || y === undefined ? 0 : 1;
     if (y === null || y === undefined) return -1;
     return sign * (x < y ? -1 : x > y ? 1 : 0);
@@ -289,7 +289,7 @@ function drawViewer() {
   const place = document.getElementById("responses");
   place.append(make("h2", { textContent: "Responses" }));
   if (!samples.length) {
-    place.append(make("p", { textContent: "This run logged none: run.samples_every is 0." }));
+    place.append(make("p", { textContent: "This run logged no responses: run.samples_every is 0." }));
     return;
   }
   const statuses = [...new Set(samples.map((sample) => sample.stop))].sort();
@@ -360,7 +360,7 @@ function drawDetail(sample, found) {
       onclick: () => go({ open: String(found[place + by].index) }),
     });
   const group = make("button", {
-    textContent: "its group",
+    textContent: "show group",
     onclick: () => go({ group: String(sample.group), step: String(sample.step) }),
   });
   const facts = { reward: sample.reward };
@@ -385,7 +385,7 @@ function drawDetail(sample, found) {
 function response(sample) {
   const known = perToken(sample);
   if (!known.tokens) {
-    const note = sample.index < data.left_out ? "Its tokens were left out: the page would be too large." : "";
+    const note = sample.index < data.left_out ? "Tokens are omitted to limit the size of the page." : "";
     const title = make("div", { className: "author", textContent: `response. ${note}` });
     return [title, make("pre", { id: "response", textContent: visible(sample.response) })];
   }
@@ -427,7 +427,8 @@ function palette(kind, known) {
     });
     return [null, make("span", { id: "legend" }, ...swatches)];
   }
-  // Advantages and differences are around 0, values around the middle of theirs.
+  // The scale is centered at 0 for advantages and differences, and at the middle
+  // of the range for values.
   const numbers = known[kind].filter((x) => x !== null);
   const [low, high] = [(m, x) => Math.min(m, x), (m, x) => Math.max(m, x)].map((f) => numbers.reduce(f));
   const middle = kind === "value" ? (low + high) / 2 : 0;
@@ -440,7 +441,7 @@ function palette(kind, known) {
   const bar = make("span", { className: "bar" });
   bar.style.background = `linear-gradient(to right, ${paint(middle - most)}, white, ${paint(middle + most)})`;
   const ends = [middle - most, middle + most].map(format);
-  const legend = make("span", { id: "legend" }, ends[0], bar, ends[1], ` (white: ${format(middle)}, or no number)`);
+  const legend = make("span", { id: "legend" }, ends[0], bar, ends[1], ` (white: ${format(middle)}, or missing)`);
   return [paint, legend];
 }
 
