@@ -175,7 +175,7 @@ def run() -> None:
   how = {"critic": _CRITIC.value, "search": _SEARCH.value or ""}
   evaluations = policy_evaluation.evaluations(policy, config, seed=seed, **how)
   for evaluated in evaluations:
-    if _OUT.value is not None:
+    if _OUT.value:
       write(pathlib.Path(_OUT.value), evaluated)
     results, count = results_of(evaluated), evaluated.problems
     settings = {"checkpoint": str(policy.path), "step": policy.step}
