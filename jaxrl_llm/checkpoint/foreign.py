@@ -87,7 +87,7 @@ def read(
       for kind, arrays in (("", weights), *state.items())
     ]
     if len(steps) != 1:
-      raise InputError(f"{folder}: has several update counts, {sorted(steps)}")
+      raise InputError(f"{folder}: has update counts {sorted(steps)}, not one")
     return ModelState(*trees, *steps)
 
 

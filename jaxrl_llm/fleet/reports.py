@@ -33,7 +33,7 @@ class Reports:
 
   @property
   def of_steps(self) -> bool:
-    """Whether the rows are training steps."""
+    """Returns whether the rows are training steps."""
     return "step" in next(iter(self.hosts.values()))[0]
 
   @property

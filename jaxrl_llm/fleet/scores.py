@@ -6,7 +6,7 @@ MEAN_S = 60  # Seconds that a deviation is averaged over.
 STRIDE_S = 5  # Seconds between scores.
 BEGINNING_S = 180  # First seconds, which show how healthy hosts differ.
 SPREAD = 2.5  # Standard deviations between hosts that count as one of noise.
-MISSING = 0.35  # Fraction of samples that counts as one of noise.
+MISSING = 0.35  # Missing fraction that counts as one standard deviation.
 # For `median_scores`, chosen on simulated fleets; see docs/reliability.md.
 THRESHOLD = 1.6
 _ROBUST = 1.4826  # Standard deviation / MAD of a normal distribution.
