@@ -58,8 +58,8 @@ class TestMutations:
       (_reference, "\\(every leaf\\) of the sampler differs"),
       (
         _stale,
-        "^final_norm/scale \\(1 of .* leaves\\) .* at version 2, and not what"
-        " was sent",
+        "^final_norm/scale \\(1 of .* leaves\\) .* at version 2, and also"
+        " differs from what was sent",
       ),
     ],
   )
