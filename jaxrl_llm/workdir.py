@@ -1,4 +1,4 @@
-"""The directory of a training run: its settings and its policy.
+"""Reads the directory of a training run: its settings and its policy.
 
 `config.json` holds the settings of the first start and is never changed. Each
 resume adds its changes as a line of `config_changes.jsonl`, {"step": step of
@@ -6,8 +6,8 @@ the checkpoint, "changes": {key: [old, new]}}; together they are the current
 settings. `base_model/` has the configuration and tokenizer of the base model,
 so that the directory is self-contained.
 
-This module reads; the run itself writes (`trainer.workdir`). It replaces files
-atomically, so that the directory of a running run can be read at any time.
+This module only reads; the run writes (`trainer.workdir`). It replaces files
+atomically, so that the directory can be read at any time during the run.
 """
 
 import json
@@ -26,14 +26,14 @@ from jaxrl_llm.models import hf
 CONFIG, CHANGES = "config.json", "config_changes.jsonl"
 ROWS, MODEL = "metrics.jsonl", "base_model"
 
-Changes = dict[str, list[Any]]  # Key: [old, new], as JSON has them.
-# Removed keys that a checkpoint of today's format may have been saved with, and
-# the value that changes nothing.
+Changes = dict[str, list[Any]]  # Key -> [old, new], as JSON values.
+# Removed keys that checkpoints of the current format may still have, with the
+# value that can be ignored.
 _GONE = {"model.remat": True}
 
 
 def is_workdir(path: pathlib.Path) -> bool:
-  """Whether a directory is that of a run and not of a model."""
+  """Returns whether a directory belongs to a run and not to a model."""
   return (path / "checkpoints").is_dir()
 
 
@@ -54,7 +54,7 @@ def describe(changes: Changes) -> list[str]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Returns dotted keys, below a prefix, with their values as in JSON."""
+  """Returns dotted keys, below a prefix, with their JSON values."""
   values = {}
   for name, value in config.items():
     key = f"{prefix}{name}"
@@ -101,7 +101,7 @@ def resumes(workdir: pathlib.Path) -> list[Changes]:
 
 
 def _update(config: Any, saved: Mapping[str, Any], file: pathlib.Path) -> None:
-  """Sets dotted keys, whose values are as in JSON."""
+  """Sets dotted keys, given with their JSON values."""
   changes = {
     key: tuple(value) if isinstance(value, list) else value
     for key, value in saved.items()
@@ -119,7 +119,7 @@ def find_step(workdir: pathlib.Path, step: int | str | None = None) -> int:
     step: its number, or 'best' for the run's checkpoint.best.
 
   Raises:
-    InputError: It does not exist.
+    InputError: The checkpoint does not exist.
   """
   folder, found = workdir / "checkpoints", steps(workdir)
   if not found:
@@ -142,12 +142,12 @@ def find_step(workdir: pathlib.Path, step: int | str | None = None) -> int:
 def best_step(
   workdir: pathlib.Path, metric: str, among: Collection[int] | None = None
 ) -> int | None:
-  """Returns the step with the highest value of a metric, the first of equals.
+  """Returns the step with the highest value of a metric, the first if tied.
 
   Args:
     workdir: directory of the run.
-    metric: name of the metric; '' is none.
-    among: steps to choose from; None is all.
+    metric: name of the metric; '' for none.
+    among: steps to choose from; None for all.
   """
   file = workdir / ROWS
   values = {
@@ -170,7 +170,7 @@ def restore_params(
 
   Args:
     workdir: directory of the run.
-    step: which checkpoint.
+    step: step of the checkpoint.
     model: 'policy' or 'critic'.
     shapes: ShapeDtypeStructs with shardings.
 
@@ -178,7 +178,7 @@ def restore_params(
     All parameters, a nested dict.
 
   Raises:
-    InputError: The checkpoint is damaged or of another model.
+    InputError: The checkpoint is damaged or from another model.
   """
   folder = workdir / "checkpoints"
   config = read_config(workdir)
@@ -198,7 +198,7 @@ def load_params(
   """Loads the policy's parameters of a checkpoint onto the default device.
 
   Returns:
-    Its architecture, with adapters if it has some, and all parameters.
+    The model's configuration, with its adapters if any, and all parameters.
 
   Raises:
     InputError: The checkpoint or the model's configuration cannot be read.
@@ -216,18 +216,19 @@ def load_critic(
   """Loads the critic's parameters of a checkpoint onto the default device.
 
   Returns:
-    Its functions without adapters, and all parameters; adapters are merged.
+    The critic's functions without adapters, and all parameters, into which
+    adapters are merged.
 
   Raises:
-    InputError: The checkpoint cannot be read or has no critic, or one that is
-      not a model with a head.
+    InputError: The checkpoint cannot be read or has no critic, or the critic is
+      not a single model with a head.
   """
   config = read_config(workdir)
   for key in ("ensemble", "reads_logprobs"):
     if config.value[key]:
       raise InputError(
         f"{workdir}: its critic has value.{key}, which a model directory"
-        " cannot hold; choose a run without"
+        " cannot hold; choose a run without it"
       )
   model = models.critic_config(config, hf.read_config(model_path(workdir)))
   head = models.VALUE_HEADS[config.value.head](config.value)

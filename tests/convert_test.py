@@ -474,7 +474,7 @@ class TestRefusals:
         lambda made: made.update(max_exp_avg_sq=made["exp_avg"]),
         "max_exp_avg_sq' is unexpected",
       ),
-      (lambda made: made["step"].add_(1), "has updates [4, 5], not one number"),
+      (lambda made: made["step"].add_(1), "has update counts [4, 5], not one"),
       (lambda made: made["exp_avg"].fill_(torch.nan), "are not finite"),
       (lambda made: made.update(exp_avg=torch.zeros(3)), "has shape [3]"),
     ],

@@ -120,7 +120,7 @@ class TestResume:
     assert "checkpoint.every stays" not in output
     assert "resumed from step 9\n" in output
     assert "config.checkpoint.every: 1 -> 5\n" in output
-    assert "checkpoints 10 and rows of before are set aside in" in output
+    assert "checkpoints 10 and earlier rows are set aside in" in output
     assert tiny_run.comparable(folder) == whole
     assert tiny_run.comparable(folder / "set_aside_1") == whole
     before = tiny_run.snapshot(folder)

@@ -339,7 +339,7 @@ class TestHeld:
     monkeypatch.setattr(fcntl, "flock", refuse)
     with Workdir(tmp_path).held():
       pass
-    assert "cannot be locked; start no second run" in capsys.readouterr().out
+    assert "cannot be locked; do not start" in capsys.readouterr().out
 
 
 class TestSetAside:
@@ -355,7 +355,7 @@ class TestSetAside:
     for number in (1, 2):  # A second time is kept separately.
       line = Workdir(folder).set_aside(-1)
       aside = folder / f"set_aside_{number}"
-      assert line == f"the rows of before are set aside in {aside}"
+      assert line == f"the earlier rows are set aside in {aside}"
       assert (aside / "metrics.jsonl").read_text() == text
       assert (aside / "config.json").is_file()
 
@@ -375,7 +375,7 @@ class TestSetAside:
     text = self.rows(folder, 11)
     line = Workdir(folder).set_aside(3)
     aside = folder / "set_aside_1"
-    assert line.startswith("checkpoints 5, 10 and rows of before are set aside")
+    assert line.startswith("checkpoints 5, 10 and earlier rows are set aside")
     assert (aside / "metrics.jsonl").read_text() == text
     assert workdir_lib.steps(folder) == [3]
     assert workdir_lib.steps(aside) == [5, 10]
@@ -386,7 +386,7 @@ class TestSetAside:
     assert workdir_lib.steps(folder) == [3]
     line = Workdir(folder).set_aside(3)
     aside = folder / "set_aside_1"
-    assert line == f"checkpoints 4 and rows of before are set aside in {aside}"
+    assert line == f"checkpoints 4 and earlier rows are set aside in {aside}"
     assert (aside / "checkpoints" / "4").is_dir()
 
   def test_nothing(self, start):

@@ -20,7 +20,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.system import files
 
 FILE = "COMMIT"
-FORMAT = 5  # Format version of a checkpoint; of others only 4 is read.
+FORMAT = 5  # Format version that is written; format 4 can be read too.
 
 
 class DamagedError(InputError):
@@ -33,18 +33,18 @@ class DamagedError(InputError):
       " another --workdir"
     )
 
-  def __reduce__(self):  # Processes tell each other about it.
+  def __reduce__(self):  # Processes send it to each other.
     return type(self), (self.folder, self.what)
 
 
 def steps(directory: pathlib.Path) -> list[int]:
-  """Returns the complete checkpoints of a directory, ascending."""
+  """Returns the steps of the complete checkpoints, ascending."""
   names = (file.parent.name for file in directory.glob(f"*/{FILE}"))
   return sorted(int(name) for name in names if is_step(name))
 
 
 def is_step(name: str) -> bool:
-  """Whether a name is that of a step, as `Checkpointer` writes it."""
+  """Returns whether a folder name is a step number of `Checkpointer`."""
   return re.fullmatch("0|[1-9][0-9]{0,8}", name) is not None
 
 
@@ -54,7 +54,7 @@ def num_bytes(trees: Mapping[str, Any]) -> int:
 
 
 def describe(trees: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns shape and dtype of every leaf by its path."""
+  """Returns the shape and dtype of every leaf, by path."""
   return {
     name: {"shape": list(np.shape(leaf)), "dtype": str(leaf.dtype)}
     for name, leaf in zip(*digest.named_leaves(trees))
@@ -70,8 +70,8 @@ def write(
   """Flushes a folder to disk and marks it as a complete checkpoint.
 
   Args:
-    folder: the folder with everything but the record.
-    leaves: from `describe`.
+    folder: the folder, complete except for the record.
+    leaves: result of `describe`.
     checksums: checksums of the same leaves.
     **record: further entries of the record.
   """
@@ -95,14 +95,14 @@ def read(folder: pathlib.Path, *parts: str) -> dict[str, Any]:
 
   Raises:
     DamagedError: The record differs from what was written.
-    InputError: There is none, or its format is that of another version.
+    InputError: It does not exist, or another version wrote its format.
   """
   try:
     text = (folder / FILE).read_text(encoding="utf-8")
   except FileNotFoundError:
     what, todo = "no such checkpoint", "check the path"
     if folder.is_dir():
-      what = "an incomplete save, or one of another version of jaxrl_llm"
+      what = "an incomplete save, or written by another version of jaxrl_llm"
       todo = "use another step, or the version that wrote it"
     raise InputError(f"{folder}: {what}; {todo}") from None
   except (OSError, UnicodeDecodeError) as error:
@@ -125,7 +125,7 @@ def read(folder: pathlib.Path, *parts: str) -> dict[str, Any]:
 
 
 def saved_name(record: Mapping[str, Any], item: str) -> str:
-  """Returns a checkpoint's name of an item; format 4 has one of all params."""
+  """Returns an item's name in a checkpoint; format 4 joins all params."""
   old = record["format"] == 4
   return re.sub(r"\.(trained|base)$", ".params", item) if old else item
 
@@ -133,7 +133,7 @@ def saved_name(record: Mapping[str, Any], item: str) -> str:
 def check_shapes(
   folder: pathlib.Path, record: Mapping[str, Any], targets: Mapping[str, Any]
 ) -> None:
-  """Raises InputError naming a leaf with another shape or none."""
+  """Raises InputError if a leaf is missing or has another shape."""
   saved = record["leaves"]
   for name, leaf in zip(*digest.named_leaves(targets)):
     shape = tuple(saved[name]["shape"]) if name in saved else None

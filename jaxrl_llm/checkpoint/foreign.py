@@ -1,21 +1,21 @@
 """Training states of other frameworks: a model's weights and AdamW moments.
 
-A folder has the state of one model, in one of three forms:
+A folder holds the state of one model in one of three forms:
 
-  dcp    a torch distributed checkpoint of {"model": ..., "optim": ...} as
-         `torch.distributed.checkpoint.state_dict.get_state_dict` returns them
-  trl    a checkpoint of the Trainer of transformers, on which TRL's trainers
+  dcp    a torch distributed checkpoint of {"model": ..., "optim": ...} from
+         `torch.distributed.checkpoint.state_dict.get_state_dict`
+  trl    a checkpoint of the transformers Trainer, on which TRL's trainers
          build: a Hugging Face model directory with optimizer.pt
   tunix  a step of Tunix's checkpoint manager (Orbax), for Llama and Qwen3
 
-A moment has the layout of its parameter, and parameters have the names of
-Hugging Face files or, in Tunix, names that follow from these. Layouts and names
-are therefore those of `models.hf`.
+Moments have the layout of their parameters. Parameters are named as in Hugging
+Face files or, in Tunix, by names derived from these, so layouts and names come
+from `models.hf`.
 
 Reading executes nothing that a file contains: `torch.load(weights_only=True)`
 reads optimizer.pt and the tensors of a distributed checkpoint. Its .metadata is
-a pickle, which torch reads without limits. It is read here instead, with inert
-objects in place of those that it describes.
+a pickle, which torch would load without restrictions. It is read here instead,
+with inert placeholders for the objects that it describes.
 """
 
 import io
@@ -35,39 +35,39 @@ from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.models import hf, hf_files
 from jaxrl_llm.models.config import ModelConfig
 
-# A weight by the name of its tensor, a moment by this name and its own.
+# Weights by tensor name, moments by tensor name and kind: NAME.exp_avg.
 Arrays = dict[str, np.ndarray]
 
 _EMBEDDING = "model.embed_tokens.weight"
 _METADATA, _OPTIMIZER = ".metadata", "optimizer.pt"
 _ADVICE = "see docs/foreign.md; torch comes with pip install -e '.[parity]'"
-_ITEMS = "model_params", "optimizer_state"  # In a folder of Tunix.
+_ITEMS = "model_params", "optimizer_state"  # Items of a Tunix step.
 
 
 class ModelState(NamedTuple):
   """Weights and AdamW state of a model; trees as `hf.read_params` returns."""
 
   params: Any
-  mu: Any  # Means of gradients: `exp_avg` in torch.
-  nu: Any  # Means of their squares: `exp_avg_sq` in torch.
+  mu: Any  # First moments: `exp_avg` in torch.
+  nu: Any  # Second moments: `exp_avg_sq` in torch.
   step: int  # Number of updates.
 
 
 def read(
   path: str | os.PathLike, config: ModelConfig, outputs: int | None = None
 ) -> ModelState:
-  """Reads a folder in any form.
+  """Reads a training state in any form.
 
   Args:
     path: the folder.
     config: configuration of the model.
-    outputs: outputs of its value head; None for a policy.
+    outputs: number of outputs of the value head; None for a policy.
 
   Returns:
     The state, in float32.
 
   Raises:
-    InputError: It cannot be read, or is of another model or optimizer.
+    InputError: It cannot be read, or has another model or optimizer.
   """
   folder, reader = hf_files.directory(path), _read_trl
   if (folder / _METADATA).exists():
@@ -87,7 +87,7 @@ def read(
       for kind, arrays in (("", weights), *state.items())
     ]
     if len(steps) != 1:
-      raise InputError(f"{folder}: has updates {sorted(steps)}, not one number")
+      raise InputError(f"{folder}: has update counts {sorted(steps)}, not one")
     return ModelState(*trees, *steps)
 
 
@@ -99,10 +99,10 @@ def write(
   outputs: int | None = None,
   **adamw: Any,
 ) -> None:
-  """Writes a folder.
+  """Writes a training state.
 
   Args:
-    path: the folder; for 'trl', a model directory that has the weights.
+    path: the folder; for 'trl', a model directory with the weights.
     form: a name in `FORMS`.
     state: the state, in float32.
     config: configuration of the model.
@@ -110,7 +110,7 @@ def write(
     **adamw: keyword arguments of torch.optim.AdamW.
 
   Raises:
-    InputError: It cannot be written, or the form has no such model.
+    InputError: It cannot be written, or the form does not support the model.
   """
   what = f"{path}: cannot be written"
   with as_input_error(what, _ADVICE, Exception):
@@ -123,7 +123,7 @@ def write(
 
 
 class _Inert:
-  """Stands for any object in a pickle, and only has its data."""
+  """Placeholder for any object in a pickle; it only holds the data."""
 
   def __init__(self, *args: Any):
     del args
@@ -142,7 +142,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _load(file: Any) -> Any:
-  """Reads what torch has saved, without what could execute code."""
+  """Loads a file saved by torch without executing code from it."""
   import torch
 
   if torch.__version__ < (2, 6):
@@ -156,7 +156,7 @@ def _read_dcp(folder, config, outputs) -> Arrays:
   for index, place in metadata["storage_data"].items():
     key, offset, at = index.state["fqn"], index.state.get("offset"), place.state
     named = re.fullmatch(r"(model|optim\.state)\.(.*)", key)
-    if offset is None or not named:  # A pickle, or no part of the state.
+    if offset is None or not named:  # A pickle, or not part of the state.
       continue
     with hf_files.member(folder, at["relative_path"]).open("rb") as file:
       file.seek(at["offset"])
@@ -173,8 +173,8 @@ def _read_trl(folder, config, outputs) -> Arrays:
     raise InputError(f"{folder}: has a model of another configuration")
   if not (folder / _OPTIMIZER).is_file():
     raise InputError(
-      f"{folder}: has no {_OPTIMIZER}; weights alone start a run by"
-      " --config.model.path or --config.value.init_from"
+      f"{folder}: has no {_OPTIMIZER}; weights alone can start a run"
+      " with --config.model.path or --config.value.init_from"
     )
   saved = _load(folder / _OPTIMIZER)
   _, params, optimizer = _make(config, outputs, len(saved["param_groups"]))
@@ -188,11 +188,11 @@ def _read_trl(folder, config, outputs) -> Arrays:
 
 
 def _make(config, outputs, num_groups=2, **adamw) -> tuple[Any, dict, Any]:
-  """Makes a model of transformers, its parameters by name, and AdamW of torch.
+  """Makes a transformers model, its parameters by name, and torch's AdamW.
 
-  Values are not initialised. An optimizer numbers parameters in their order in
-  the model; the Trainer's has two groups, of which the first one, the matrices,
-  decays.
+  Values are not initialised. The optimizer numbers parameters in the order of
+  the model; the Trainer's optimizer has two groups, and only the first one, the
+  matrices, has weight decay.
   """
   import torch
   import transformers as hub
@@ -205,8 +205,8 @@ def _make(config, outputs, num_groups=2, **adamw) -> tuple[Any, dict, Any]:
   params = dict(model.named_parameters())
   if params.keys() != hf.tensor_shapes(config, outputs).keys():
     raise InputError(
-      f"transformers {hub.__version__} names parameters of {config.family} in"
-      " memory otherwise than in files, so that moments cannot be assigned"
+      f"transformers {hub.__version__} names parameters of {config.family}"
+      " differently in memory than in files, so moments cannot be assigned"
     )
   decayed = [x for x in params.values() if num_groups == 1 or x.ndim > 1]
   others = [x for x in params.values() if num_groups != 1 and x.ndim < 2]
@@ -215,7 +215,7 @@ def _make(config, outputs, num_groups=2, **adamw) -> tuple[Any, dict, Any]:
 
 
 def _make_trained(config, outputs, arrays, step, adamw) -> tuple[Any, Any]:
-  """Makes a model of transformers and its optimizer, with a state."""
+  """Makes a transformers model and its optimizer with a given state."""
   import torch
 
   model, params, optimizer = _make(config, outputs, **adamw)
@@ -241,7 +241,7 @@ def _write_trl(out: pathlib.Path, *state: Any) -> None:
 
   (_, optimizer), step = _make_trained(*state), state[-2]
   torch.save(optimizer.state_dict(), out / _OPTIMIZER)
-  # Without these two the Trainer does not resume.
+  # The Trainer does not resume without the next two files.
   schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
   schedule.last_epoch = step
   torch.save(schedule.state_dict(), out / "scheduler.pt")
@@ -250,11 +250,11 @@ def _write_trl(out: pathlib.Path, *state: Any) -> None:
 
 
 def _tunix_keys(config, outputs, adam) -> Iterator[tuple[Any, ...]]:
-  """Yields how Tunix stores each array, and AdamW's arrays below a prefix.
+  """Yields how Tunix stores each array; AdamW's arrays are below a prefix.
 
-  Each item has the key, the path in Tunix, the shapes here and there, and
-  whether it is transposed. In Tunix a projection from or to heads has an axis
-  for these, and matrices are [in, out].
+  Each tuple has the key, the path in Tunix, the shapes here and in Tunix, and
+  whether the array is transposed. In Tunix, attention projections have an axis
+  for heads, and matrices are [in, out].
   """
   shapes, size = hf.tensor_shapes(config, outputs), config.head_dim
   biases = any(not name.endswith(".weight") for name in shapes)
@@ -295,7 +295,8 @@ def _read_tunix(folder, config, outputs) -> Arrays:
 
 def _write_tunix(out, config, outputs, arrays, step, adamw) -> None:
   del adamw
-  # optax.chain(clip_by_global_norm(...), adamw(schedule)), as in its examples.
+  # As in Tunix's examples: optax.chain(clip_by_global_norm(...),
+  # adamw(schedule)).
   adam, params, count = "opt_state.1.0.", {}, np.int32(step)
   state = {
     f"{adam}count.value": count,

@@ -1,10 +1,10 @@
-"""Checkpoints with Orbax: items side by side, written in the background.
+"""Saves checkpoints with Orbax in the background, and restores them.
 
-Items of a step are trees of arrays by the path of the state that they belong
-to; they can be read apart, so evaluation and export read the policy alone.
-Shardings come from the reader: a checkpoint of one mesh is restored onto any
-other. What Orbax does not notice, a flipped bit or a save that failed, shows by
-the COMMIT, see `checkpoint.commit`.
+Items of a step are trees of arrays, named by their path in the state. They can
+be read separately, so evaluation and export read only the policy. Shardings
+come from the reader: a checkpoint saved on one mesh can be restored onto any
+other. The COMMIT file reveals damage that Orbax does not notice, such as a
+flipped bit or a failed save; see `checkpoint.commit`.
 """
 
 import concurrent.futures
@@ -23,18 +23,18 @@ from jaxrl_llm.checkpoint import trees as trees_lib
 from jaxrl_llm.system import processes
 
 _TEMPORARY = ("*.orbax-checkpoint-tmp*", "*.deleted")
-_BASE = "base"  # Folder beside the steps.
+_BASE = "base"  # Folder next to the steps.
 T = TypeVar("T")
 
 
 class Checkpointer:
-  """Saves and restores steps under one directory, which one run writes.
+  """Saves and restores the steps of one run in a directory.
 
-  Several processes of a run write their parts of a step, and the first one its
-  COMMIT, once all are on the disk.
+  Each process of a run writes its part of a step, and the first one writes the
+  COMMIT file once all parts are on disk.
 
-  A save that fails does not end a run: `failures` counts them, and
-  `new_errors` reports them. Earlier checkpoints stay.
+  A failed save does not end the run: `failures` counts failed saves, and
+  `new_errors` reports them. Earlier checkpoints are kept.
 
   Attributes:
     directory: directory of the checkpoints.
@@ -55,7 +55,7 @@ class Checkpointer:
       directory: directory of the checkpoints.
       keep: number of newest steps to keep.
       keep_every: also keeps steps divisible by this number; 0 is off.
-      best: (steps) -> one more step to keep, or None.
+      best: (steps) -> an additional step to keep, or None.
     """
     self.failures = 0
     self.directory = pathlib.Path(directory).absolute()
@@ -75,7 +75,7 @@ class Checkpointer:
   ) -> None:
     """Starts writing a step; the arrays may be donated right afterwards.
 
-    Waits for the previous save. `new_errors` shows whether this one fails.
+    Waits for the previous save. `new_errors` reports if this one fails.
 
     Args:
       step: number of the step.
@@ -113,7 +113,7 @@ class Checkpointer:
       self._orbax.wait_until_finished()
     if not processes.is_first():
       return
-    # Read here: other processes do not come this far.
+    # Copied to the host here: only the first process needs them.
     checksums = digest.finish_checksums(jax.device_get(checksums))
     commit.write(folder, leaves, checksums, **record)
     # Only now: old checkpoints must stay until this one is complete.
@@ -130,7 +130,7 @@ class Checkpointer:
     """Reads some trees of a step without reading the others.
 
     Args:
-      step: which step.
+      step: number of the step.
       targets: name -> tree of ShapeDtypeStructs with shardings.
 
     Returns:
@@ -156,7 +156,7 @@ class Checkpointer:
     """Restores states by name, as given to `save_states`.
 
     Args:
-      step: which step.
+      step: number of the step.
       abstract: states as in `state.targets`.
 
     Raises:
@@ -167,10 +167,10 @@ class Checkpointer:
     return state.from_items(abstract, trees, values)
 
   def save_base(self, trees: Mapping[str, Any]) -> None:
-    """Writes what no step changes beside the steps, once.
+    """Writes arrays that no step changes, once, next to the steps.
 
     Args:
-      trees: name -> tree of arrays; without any nothing is written.
+      trees: name -> tree of arrays; if empty, nothing is written.
 
     Raises:
       TrainingStopped: it cannot be written.
@@ -180,7 +180,7 @@ class Checkpointer:
       trees_lib.save_items(folder, trees)
 
   def record(self, step: int, *parts: str) -> dict[str, Any]:
-    """Reads the COMMIT of a step, with these parts of the metadata.
+    """Reads the COMMIT of a step, which must have these parts.
 
     Raises:
       InputError: It cannot be read or was written by another version.
@@ -188,7 +188,7 @@ class Checkpointer:
     return processes.of_first(commit.read, self.directory / str(step), *parts)
 
   def saving(self) -> bool:
-    """Returns whether a save has begun that was not waited for."""
+    """Returns whether a save has started that was not waited for."""
     return self._saving is not None
 
   def new_errors(self) -> list[str]:
@@ -217,7 +217,7 @@ class Checkpointer:
       self._prepare()
 
   def close(self) -> None:
-    """Waits and releases the directory."""
+    """Waits for the save in progress and stops the background threads."""
     self.wait()
     self._thread.shutdown()
     if self._orbax is not None:
@@ -226,7 +226,7 @@ class Checkpointer:
   def _prepare(self) -> None:
     """Makes the directory and removes leftovers of killed saves."""
     self.directory.mkdir(parents=True, exist_ok=True)
-    if not commit.steps(self.directory):  # Then it is another run's.
+    if not commit.steps(self.directory):  # The base is another run's.
       shutil.rmtree(self.directory / _BASE, ignore_errors=True)
     for pattern in _TEMPORARY:
       for place in self.directory.glob(pattern):
@@ -239,14 +239,14 @@ def newest_undamaged(
   """Restores the newest undamaged step.
 
   Args:
-    steps: step numbers, ascending; without any, the result is None.
-    restore: restores one.
+    steps: step numbers, ascending; if empty, the result is None.
+    restore: (step) -> result; raises DamagedError if the step is damaged.
 
   Returns:
     The result of `restore`, and a line for each damaged newer step.
 
   Raises:
-    DamagedError: All are damaged; the error of the newest one.
+    DamagedError: All steps are damaged; the error is the newest step's.
   """
   damaged = {}
   for step in reversed(steps):
@@ -269,12 +269,12 @@ def newest_undamaged(
 def load_base(
   directory: pathlib.Path, step: int, targets: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Reads what `Checkpointer.save_base` wrote.
+  """Reads arrays written by `Checkpointer.save_base`.
 
   Args:
-    directory: of the steps.
-    step: one of them; in format 4 each has it all.
-    targets: as of `Checkpointer.restore`, which has the same errors.
+    directory: directory of the steps.
+    step: step to read from in format 4, where each step has all arrays.
+    targets: as in `Checkpointer.restore`, which raises the same errors.
   """
   base = directory / _BASE
   if not processes.of_first((base / commit.FILE).exists):

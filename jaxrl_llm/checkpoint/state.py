@@ -1,13 +1,13 @@
-"""Converts states to checkpoint items and back, by one generic walk.
+"""Converts states to checkpoint items and back by one generic traversal.
 
-A state is a frozen dataclass, or several by name or in a tuple. Numbers and
-strings, and dicts of them, become metadata. Each tree of arrays becomes an item
-named by its path of fields, so that items can be read separately. A record of
-host arrays (`Rollout`, `Responses`) is an item with its shapes in the metadata.
-A new field of a state is therefore written in one place, its declaration. A
-field with the metadata `constant` is left out of a step, one with `path` is
-stored under that name, and the entries of a dict with `inline` are stored as if
-they were fields.
+A state is a frozen dataclass, or a dict or tuple of them. Numbers and strings,
+and dicts of them, become metadata. Each tree of arrays becomes an item named by
+its path of fields, so that items can be read separately. A record of host
+arrays (`Rollout`, `Responses`) is an item whose shapes are in the metadata.
+
+A new field of a state therefore only needs its declaration. A field with the
+metadata `constant` is not stored, a field with `path` is stored under that
+name, and the entries of a dict with `inline` are stored as if they were fields.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def to_items(
 def targets(
   abstract: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Returns what to read from a checkpoint: path -> tree of ShapeDtypeStructs.
+  """Returns the items to read: path -> tree of ShapeDtypeStructs.
 
   Args:
     abstract: name -> state with ShapeDtypeStructs instead of arrays, and the
@@ -142,14 +142,14 @@ def _map(function: Callable[[str, Any], Any], path: str, state: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-  """Whether a value is a number or string, or a dict of them."""
+  """Returns whether a value is a number or string, or a dict of them."""
   if isinstance(value, dict):
     return all(isinstance(x, _SIMPLE) for x in value.values())
   return isinstance(value, _SIMPLE)
 
 
 def _is_record(value: Any) -> bool:
-  """Whether a value is a dataclass of host arrays only."""
+  """Returns whether a value is a dataclass of host arrays only."""
   return dataclasses.is_dataclass(value) and all(
     isinstance(x, np.ndarray) for x in jax.tree.leaves(value)
   )
@@ -175,6 +175,6 @@ def _from_dict(kind: type, tree: Any) -> Any:
 
 def _other_parts(path: str) -> InputError:
   return InputError(
-    f"only one of the checkpoint and this run has {path}; use the settings that"
-    " it was saved with or another --workdir"
+    f"only one of the checkpoint and this run has {path}; use the checkpoint's"
+    " settings or another --workdir"
   )

@@ -1,7 +1,7 @@
 """Trees of arrays in a folder, written and read with Orbax.
 
-With several processes, those that have devices of the arrays' mesh write and
-read; host arrays are the same in all processes.
+With several processes, only those with devices in the arrays' mesh read and
+write; host arrays are the same in all processes.
 """
 
 import functools
@@ -61,11 +61,11 @@ def load_tree(path: str | os.PathLike, target: Any) -> Any:
   """Reads a tree written by `save_tree`.
 
   Args:
-    path: its directory.
+    path: directory of the tree.
     target: tree of ShapeDtypeStructs with shardings.
 
   Raises:
-    InputError: missing, damaged or of other shapes.
+    InputError: it is missing or damaged, or has other shapes.
   """
   return load(path, {_TREE: target})[_TREE]
 
@@ -82,7 +82,7 @@ def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
     name: ocp.args.PyTreeRestore(
       tree,
       restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
-      partial_restore=True,  # An item may have more than is asked for.
+      partial_restore=True,  # An item may contain more.
     )
     for name, tree in saved.items()
   }
@@ -107,14 +107,14 @@ def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_whole(path: pathlib.Path, prefix: str = "") -> dict[str, Any]:
-  """Reads items of a checkpoint, whatever their structure.
+  """Reads items of a checkpoint without knowing their structure.
 
   Args:
     path: folder of the checkpoint.
-    prefix: beginning of their names.
+    prefix: prefix of the items' names.
 
   Returns:
-    name -> tree of NumPy arrays, of dicts and lists.
+    name -> NumPy arrays in nested dicts and lists.
 
   Raises:
     InputError: It is missing or damaged.
@@ -127,7 +127,7 @@ def load_whole(path: pathlib.Path, prefix: str = "") -> dict[str, Any]:
 
 
 def load_item(path: pathlib.Path) -> Any:
-  """Reads an item that Orbax has written, of this package or another."""
+  """Reads an item written by Orbax, from this package or another."""
   path = path.absolute()
   tree = ocp.PyTreeCheckpointHandler().metadata(path).tree
   to_host = lambda _: ocp.RestoreArgs(restore_type=np.ndarray)
@@ -136,7 +136,7 @@ def load_item(path: pathlib.Path) -> Any:
 
 
 def members_of(trees: Mapping[str, Any]) -> set[int]:
-  """The processes with devices of the arrays; all, if they are on no mesh."""
+  """Returns the processes with devices of the arrays; all if on no mesh."""
   inside = {
     device.process_index
     for leaf in jax.tree.leaves(trees)
@@ -147,7 +147,7 @@ def members_of(trees: Mapping[str, Any]) -> set[int]:
 
 
 def make(kind: Callable[..., T], members: set[int]) -> T:
-  """Makes a checkpointer of Orbax that only some processes use."""
+  """Makes an Orbax checkpointer for some of the processes."""
   everyone = len(members) == jax.process_count()
   options = ocp.options.MultiprocessingOptions(
     active_processes=None if everyone else members
@@ -159,20 +159,20 @@ def make(kind: Callable[..., T], members: set[int]) -> T:
 
 
 def to_save(trees: Mapping[str, Any], members: set[int]) -> Any:
-  """Returns the arguments of a save."""
+  """Returns the arguments of an Orbax save."""
   if len(members) == 1 < jax.process_count():
-    # Orbax refuses arrays of one of several processes, unless in NumPy.
+    # Orbax rejects device arrays that only one of several processes has.
     trees = jax.device_get(trees)
   items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
   return ocp.args.Composite(**items)
 
 
 def _completed(trees: Mapping[str, Any]) -> dict[str, Any]:
-  """Makes restored trees the same in all processes, also in those without any.
+  """Makes restored trees the same in all processes, even in those without any.
 
-  Host arrays come from the first process, in NumPy: on a device they would be
-  taken for arrays that only one process has. Arrays of a mesh without a device
-  of this process have no data here.
+  Host arrays come from the first process as NumPy arrays: on a device they
+  would be mistaken for arrays that only one process has. Arrays whose mesh has
+  no device of this process hold no data here.
   """
   leaves, structure = jax.tree.flatten(dict(trees))
   on_mesh = [isinstance(x.sharding, NamedSharding) for x in leaves]

@@ -1,10 +1,10 @@
-"""Which host of a fleet is broken, from what every host reports of itself.
+"""Finds broken hosts of a fleet in the metrics that every host reports.
 
-Hosts of one role do the same work at the same time, so a healthy host changes
-as the others do, whatever the job does. A host that changes in another way, and
-stays so for minutes, is broken (Minder, Deng et al. 2024, arXiv 2411.01791).
-Arrays are [H, S, K]: hosts, seconds, metrics. `fleet.denoiser` needs JAX and is
-imported by its name.
+Hosts of one role do the same work at the same time, so the metrics of healthy
+hosts change alike, whatever the job does. A host whose metrics differ for
+minutes is broken (Minder, Deng et al. 2024, arXiv 2411.01791). Arrays are
+[H, S, K]: hosts, seconds, metrics. `fleet.denoiser` needs JAX and must be
+imported explicitly.
 """
 
 from jaxrl_llm.fleet.alarm import FEWEST, Alarm, detect, slow_hosts, watch

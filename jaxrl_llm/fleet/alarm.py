@@ -1,4 +1,4 @@
-"""Alarms for hosts whose scores stay high for minutes without a break."""
+"""Raises alarms for hosts whose scores stay high for minutes."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.fleet import scores as scores_lib
 
-# Metrics that reveal a broken host best, first to last (Minder, section 4.3).
+# Metrics that best reveal a broken host, best first (Minder, section 4.3).
 PRIORITY = (
   "pfc_tx_rate",
   "cpu_usage",
@@ -20,17 +20,17 @@ PRIORITY = (
 )
 
 KEEP = 0.75  # Fraction of the threshold above which a suspicion lasts.
-FEWEST = 3  # Hosts; with two it is undecidable which one is broken.
+FEWEST = 3  # Minimum number of hosts; of two, either could be the broken one.
 
 
 class Alarm(NamedTuple):
   """A host that has differed from the others for long enough."""
 
   host: int
-  metric: int | str  # Its name, or its index where metrics have no names.
-  since: float  # Seconds, when it was first unlike them.
+  metric: int | str  # Its name, or its index if metrics have no names.
+  since: float  # Seconds, when the host began to differ.
   until: float  # Seconds, when the alarm was raised.
-  score: float  # Then.
+  score: float  # Score at `until`.
 
 
 def watch(
@@ -41,20 +41,20 @@ def watch(
   threshold: float,
   hold_s: float,
 ) -> tuple[np.ndarray, list[Alarm]]:
-  """Updates suspicions with the scores of one moment; a pure function.
+  """Updates suspicions with the scores at one time; a pure function.
 
   Args:
-    since: float [H, K], seconds since when each metric of a host is suspected,
-      NaN where it is not.
+    since: float [H, K], time in seconds at which each metric of a host became
+      suspect; NaN where it is not suspect.
     scores: float [H, K].
     now: seconds.
     threshold: score above which a suspicion begins. It lasts as long as the
       score stays above `KEEP` of the threshold.
-    hold_s: seconds without a break after which a suspicion is an alarm.
+    hold_s: seconds that a suspicion must last to raise an alarm.
 
   Returns:
-    The new `since`, and an alarm for each suspicion that is old enough, by host
-    and then by metric.
+    The new `since`, and an alarm for each suspicion that has lasted this long,
+    sorted by host and then by metric.
   """
   suspected = ~np.isnan(since)
   over = scores > np.where(suspected, KEEP * threshold, threshold)
@@ -78,17 +78,18 @@ def detect(
   """Finds the broken hosts of a fleet.
 
   Args:
-    data: float [H, S, K], a sample a second, NaN where nothing arrived.
-    metrics: names [K]. If several metrics raise an alarm at the same moment, it
-      carries the one that comes first in `PRIORITY`, unknown names last.
+    data: float [H, S, K], one sample per second, NaN where nothing arrived.
+    metrics: names [K]. If several metrics raise an alarm at the same time, the
+      alarm has the one that comes first in `PRIORITY`; unknown names are last.
     roles: roles [H]; hosts are compared within their role. One role by default.
-    score: [h, S, K] of one role -> [T, h, K], the last at the end.
+    score: data of one role [h, S, K] -> scores [T, h, K], the last of which is
+      at the end of the data.
     threshold: see `watch`.
     hold_s: see `watch`.
 
   Returns:
-    The first alarm of each broken host, in the order of time; none for a role
-    of fewer than three hosts. `metric` is a name if metrics have names.
+    The first alarm of each broken host, sorted by time; none for a role with
+    fewer than three hosts. `metric` is a name if metrics have names.
 
   Raises:
     InputError: shapes and names do not agree.
@@ -122,7 +123,7 @@ def detect(
 
 
 def _compared(roles: Sequence[str]) -> list[np.ndarray]:
-  """Returns the hosts of each role with enough hosts."""
+  """Returns the hosts of each role that has enough of them."""
   every = np.asarray(roles)
   groups = [np.flatnonzero(every == role) for role in dict.fromkeys(roles)]
   return [hosts for hosts in groups if hosts.size >= FEWEST]
@@ -138,21 +139,22 @@ def slow_hosts(
 ) -> list[Alarm]:
   """Returns hosts that take longer than the others for the phases of a step.
 
-  Phases in which hosts wait for each other are equally long on all of them;
-  pass times without waiting.
+  Phases in which hosts wait for each other take equally long on all hosts; pass
+  times without waiting.
 
   Args:
-    seconds: float [H, N, P], of hosts, steps and phases; NaN where a step has
-      no such phase. Those under a twentieth of a step count as one.
+    seconds: float [H, N, P], durations by host, step and phase; NaN where a
+      step has no such phase. Hosts are compared with the median host's
+      duration, or a twentieth of a step if that is longer.
     steps: float [H, N], seconds of the whole steps.
-    roles: roles of the hosts [H], as of `detect`.
-    ratio: times the median host's from which on a host is slow.
-    hold_s: seconds of such steps, at least four and one after the other, that
-      make an alarm.
+    roles: roles of the hosts [H], as in `detect`.
+    ratio: a host is slow from this multiple of that duration.
+    hold_s: seconds of consecutive slow steps, at least four, that raise an
+      alarm.
 
   Returns:
-    An alarm for each slow host, of its slowest phase; `since` and `until` count
-    seconds of its own steps.
+    An alarm for each slow host, with its slowest phase; `since` and `until` are
+    in seconds of the host's own steps.
   """
   seconds = np.nan_to_num(np.asarray(seconds, np.float64))
   alarms = []

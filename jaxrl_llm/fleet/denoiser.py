@@ -1,7 +1,7 @@
 """Minder's denoiser: one tiny LSTM-VAE per metric.
 
-It learns windows of eight seconds of healthy hosts; the reconstruction of a
-window is the window without its noise.
+It is trained on eight-second windows of healthy hosts, so that it reconstructs
+a window without its noise.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def fit(
     key: random key of initial weights, batches and noise.
     windows: float [N, 8, K] of healthy hosts (`standardized`, then `cut`).
     steps: updates of Adam.
-    batch: windows of an update.
+    batch: windows per update.
 
   Returns:
     Parameters, every leaf with a leading axis K.
@@ -66,7 +66,7 @@ def fit(
 
 
 def standardized(x: np.ndarray) -> np.ndarray:
-  """Returns `scores.residuals` in robust standard deviations of a metric.
+  """Returns `scores.residuals` in robust standard deviations of each metric.
 
   Args:
     x: float [H, S, K], NaN where nothing arrived.
@@ -77,7 +77,7 @@ def standardized(x: np.ndarray) -> np.ndarray:
 
 
 def cut(x: np.ndarray) -> np.ndarray:
-  """Windows of eight seconds, one after the other: [H, S, K] -> [H·T, 8, K]."""
+  """Cuts data into eight-second windows, [H, S, K] -> [H·T, 8, K]."""
   hosts, seconds, metrics = x.shape
   whole = x[:, : seconds // WINDOW_S * WINDOW_S]
   return whole.reshape(hosts * (seconds // WINDOW_S), WINDOW_S, metrics)
@@ -92,8 +92,8 @@ def denoised_scores(params: _Params, x: np.ndarray) -> np.ndarray:
       seconds.
 
   Returns:
-    float32 [T, H, K], every 8 seconds: distances of reconstructions to the
-    fleet's median one, averaged over a minute, over their own median.
+    float32 [T, H, K], every 8 seconds: distances of reconstructions from the
+    fleet's median one, averaged over a minute and divided by their median.
   """
   hosts, seconds, metrics = x.shape
   number = seconds // WINDOW_S
@@ -111,7 +111,7 @@ def denoised_scores(params: _Params, x: np.ndarray) -> np.ndarray:
 
 @jax.jit
 def _reconstruct(params: _Params, windows: jax.Array) -> jax.Array:
-  """[K, N, 8] -> [K, N, 8], metric by metric: all at once would not fit."""
+  """Reconstructs windows [K, N, 8] one metric at a time, to limit memory."""
   one = lambda xs: _decode(xs[0], _encode(xs[0], xs[1])[0])
   return jax.lax.map(one, (params, windows))
 
@@ -131,7 +131,7 @@ def _init(key: chex.PRNGKey) -> _Params:
 
 
 def _encode(params: _Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Mean and log variance [N, 8] of the latent of windows [N, 8]."""
+  """Returns mean and log variance [N, 8] of the latents of windows [N, 8]."""
   last = _lstm(params["encoder"], x.T[..., None])[-1]
   return last @ params["mean"], last @ params["log_var"]
 
@@ -142,7 +142,7 @@ def _decode(params: _Params, latent: jax.Array) -> jax.Array:
 
 
 def _lstm(weights: _Params, inputs: jax.Array) -> jax.Array:
-  """Hidden states [8, N, hidden] of inputs [8, N, D]."""
+  """Returns the hidden states [8, N, hidden] of inputs [8, N, D]."""
 
   def step(carry, x):
     hidden, cell = carry

@@ -1,9 +1,9 @@
-"""Names the suspects of a run while it runs.
+"""Finds suspect hosts of a run while it is running.
 
-Each of several processes writes two files below `hosts` in the directory of the
-run: a row per step (`metrics.PhaseLogger`), and a sample of itself every few
-seconds (`HostWatch`), by which a frozen process is noticed. Any process can
-read them.
+With several processes, each writes two files in `hosts` below the directory of
+the run: one has a row per step (`metrics.PhaseLogger`), the other a sample of
+the process every few seconds (`HostWatch`), which reveals a frozen process. Any
+process can read them.
 """
 
 import contextlib
@@ -23,22 +23,22 @@ from jaxrl_llm.fleet.alarm import Alarm, slow_hosts
 from jaxrl_llm.fleet.reports import read_reports
 
 _SAMPLES = "samples"  # Subfolder of `hosts`.
-_HOLD = 4  # Samples in a row that make a suspect.
-_TAIL = 2**15  # Bytes of a file of steps that are read.
+_HOLD = 4  # Consecutive samples that make a host suspect.
+_TAIL = 2**15  # Bytes read from the end of a file of steps.
 _TICK_S = 0.02
-_QUIET_S = 60.0  # After this time a host that is suspected again is new.
+_QUIET_S = 60.0  # A host suspected again after this time is reported again.
 _SILENT, _MEMORY = "silent", "memory_usage"
-# Metrics of samples that are compared -> shares below which they do not matter.
+# Compared metric of the samples -> value below which it is ignored.
 _SHARES = {"stalled": 0.25, _MEMORY: 0.05}
 
 
 def suspects(folder: pathlib.Path, every_s: float) -> dict[str, Alarm]:
   """Returns the suspects of a run by host; times are in Unix seconds.
 
-  A host is suspected if it has written nothing for the time of four samples, if
-  it stalls or uses more memory than the others in four samples in a row, or if
-  it works longer than the others in a phase, in at least four steps in a row
-  that take as long as four samples. Of two hosts, only a silent one is named.
+  A host is suspect if it has written nothing for four sampling intervals, if it
+  stalls or uses more memory than the others in four consecutive samples, or if
+  it takes longer than the others for a phase in at least four consecutive steps
+  that last four sampling intervals. With two hosts, only a silent one is named.
 
   Args:
     folder: `hosts` in the directory of a run. Files that are missing or cannot
@@ -55,7 +55,7 @@ def suspects(folder: pathlib.Path, every_s: float) -> dict[str, Alarm]:
     number = min(map(len, samples.hosts.values()))
     recent = [rows[-number:] for rows in samples.hosts.values()]
     x = [[[row[k] for k in _SHARES] for row in rows] for rows in recent]
-    # `slow_hosts` passes over what is below a twentieth.
+    # Scaled, as `slow_hosts` ignores values below a twentieth of a step.
     x = every_s / 20 * np.array(x) / [*_SHARES.values()]
     took = np.full(x.shape[:2], every_s)
     found += _slow(samples, x, took, [*_SHARES], hold_s)
@@ -77,7 +77,7 @@ def _slow(reports, x, took, metrics, hold_s) -> list[tuple[str, Alarm]]:
 
 
 def describe(found: dict[str, Alarm]) -> list[str]:
-  """Returns a line for each of `suspects`."""
+  """Returns a line for each result of `suspects`."""
   lines = []
   for name, alarm in found.items():
     since = datetime.datetime.fromtimestamp(alarm.since).astimezone()
@@ -89,12 +89,12 @@ def describe(found: dict[str, Alarm]) -> list[str]:
 
 @dataclasses.dataclass
 class HostWatch:
-  """Samples a process in a thread, and in the first process names suspects."""
+  """Samples a process in a thread; in the first process, reports suspects."""
 
   folder: pathlib.Path  # `hosts` in the directory of the run.
   name: str  # Number and host of this process, such as 3-worker.
   every_s: float  # Seconds between samples.
-  # Gets a line for each new suspect; None: does not look for any.
+  # Called with a line for each new suspect; None does not look for any.
   tell: Callable[[str], None] | None = None
   # Whether a checkpoint is being written, for which some processes may hold
   # more memory than others.
@@ -102,7 +102,7 @@ class HostWatch:
   role: str = ""  # Only processes of one role are compared.
 
   def __post_init__(self):
-    self._seen = {}  # When a host was suspected last.
+    self._seen = {}  # Host -> when it was last suspected.
     self._suspects, self._of_step = {}, {}
     self._ended = threading.Event()
 
@@ -139,7 +139,7 @@ class HostWatch:
       if now - begun < self.every_s:
         continue
       seconds, cpu = now - begun, time.process_time()
-      with contextlib.suppress(OSError):  # Otherwise it counts as silent.
+      with contextlib.suppress(OSError):  # The host then counts as silent.
         self._write(stalled / seconds, (cpu - used) / seconds / os.cpu_count())
       begun, stalled, used = now, 0.0, cpu
       if self.tell:
@@ -168,7 +168,7 @@ class HostWatch:
 
 
 def _device_memory() -> dict[str, float]:
-  """Returns the share in use of the fullest device, if devices report it."""
+  """Returns the memory usage of the fullest device, if devices report it."""
   import jax
 
   every = [device.memory_stats() or {} for device in jax.local_devices()]

@@ -16,7 +16,7 @@ _WINDOW_S = 900
 _NOT_METRICS = ("time", "step", "role", "nonfinite")
 # Phases that do not characterize a host: totals, start and waiting.
 _NOT_WORK = {f"time/{x}_s" for x in ("step", "start", "wait", "compile")}
-# The first process does more than the others for a checkpoint.
+# The first process does more work for checkpoints than the others.
 _NOT_WORK |= {f"host/{x}" for x in ("wait_s", "checkpoint_s", "suspect")}
 
 
@@ -24,7 +24,7 @@ _NOT_WORK |= {f"host/{x}" for x in ("wait_s", "checkpoint_s", "suspect")}
 class Reports:
   """Rows logged by hosts: either training steps or samples of metrics."""
 
-  hosts: dict[str, list[dict[str, Any]]]  # By name, in the order of time.
+  hosts: dict[str, list[dict[str, Any]]]  # By name, sorted by time.
 
   @property
   def roles(self) -> list[str]:
@@ -33,7 +33,7 @@ class Reports:
 
   @property
   def of_steps(self) -> bool:
-    """Whether the rows are training steps."""
+    """Returns whether the rows are training steps."""
     return "step" in next(iter(self.hosts.values()))[0]
 
   @property
@@ -43,7 +43,7 @@ class Reports:
     return max(times) if len(times) < 3 else statistics.median_low(times)
 
   def samples(self) -> tuple[np.ndarray, list[str]]:
-    """The last 15 minutes [H, S, K], NaN where nothing arrived, and names [K].
+    """Returns the last 15 minutes [H, S, K], NaN where missing, and names [K].
 
     Raises:
       InputError: there are no metrics.
@@ -52,7 +52,7 @@ class Reports:
     end, names = self.now, self._metrics()
     begin = max(first, end - _WINDOW_S + 1)
     if not names:
-      raise InputError("no metrics beside 'time'; write some")
+      raise InputError("no metrics besides 'time'; log some")
     seconds = int(end - begin) + 1
     x = np.full((len(self.hosts), seconds, len(names)), np.nan)
     for host, rows in enumerate(self.hosts.values()):
@@ -63,7 +63,7 @@ class Reports:
     return x, names
 
   def phases(self) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Returns the phases of the steps that all hosts have.
+    """Returns the phases of the steps that all hosts have logged.
 
     Returns:
       Seconds of the phases [H, N, P], of the steps [H, N], and names [P].
@@ -89,8 +89,8 @@ def read_reports(folder: pathlib.Path, *, tail: float = math.inf) -> Reports:
 
   Args:
     folder: folder of the files.
-    tail: reads the whole lines in so many last bytes of each file, and leaves
-      out hosts without any.
+    tail: reads only the complete lines in this many bytes at the end of each
+      file, and skips hosts without any.
 
   Raises:
     InputError: there are no files, or a line cannot be used.
@@ -112,7 +112,7 @@ def read_reports(folder: pathlib.Path, *, tail: float = math.inf) -> Reports:
       if not math.isfinite(_number(fields.get("time"))):
         problem = "no number 'time'; give Unix seconds"
       elif type(fields.get("step", 0)) is not int:
-        problem = "'step' is no integer; correct it"
+        problem = "'step' is not an integer; correct it"
       elif "step" in fields and not math.isfinite(
         _number(fields.get("time/step_s"))
       ):
@@ -122,11 +122,11 @@ def read_reports(folder: pathlib.Path, *, tail: float = math.inf) -> Reports:
     every = [row.fields for row in rows]
     hosts[file.stem] = sorted(every, key=lambda row: row["time"])
   if not hosts:
-    raise InputError(f"{folder}: no file HOST.jsonl of a host")
+    raise InputError(f"{folder}: no file HOST.jsonl")
   kinds = {"step" in row for rows in hosts.values() for row in rows}
   if len(kinds) > 1:
     raise InputError(
-      f"{folder}: some rows are of steps and some are samples; give a folder to"
+      f"{folder}: some rows are steps and some are samples; use a folder for"
       " each kind"
     )
   return Reports(hosts)

@@ -1,37 +1,37 @@
-"""Scores of hosts: departures from the fleet's median and their own norm."""
+"""Scores hosts by deviations from the fleet's median and their own norm."""
 
 import numpy as np
 
 MEAN_S = 60  # Seconds that a deviation is averaged over.
-STRIDE_S = 5  # Seconds between two looks.
-BEGINNING_S = 180  # Seconds that show how hosts differ when all is well.
+STRIDE_S = 5  # Seconds between scores.
+BEGINNING_S = 180  # First seconds, which show how healthy hosts differ.
 SPREAD = 2.5  # Standard deviations between hosts that count as one of noise.
-MISSING = 0.35  # Share of samples that counts as one of noise.
+MISSING = 0.35  # Missing fraction that counts as one standard deviation.
 # For `median_scores`, chosen on simulated fleets; see docs/reliability.md.
 THRESHOLD = 1.6
 _ROBUST = 1.4826  # Standard deviation / MAD of a normal distribution.
 
 
 def fill_gaps(x: np.ndarray) -> np.ndarray:
-  """Replaces each missing sample by the one of its host nearest in time.
+  """Replaces each missing sample by the same host's nearest in time.
 
   Args:
     x: float [H, S, K], NaN where nothing arrived. Of two equally near samples
-      the earlier one counts. A host that never sent a metric gets the fleet's
-      median of every second; 0 where no host sent it.
+      the earlier one is used. A host that never sent a metric gets the fleet's
+      median at every second, or 0 if no host sent it.
 
   Returns:
     float32 [H, S, K] without NaN.
   """
   filled = np.array(x, np.float32)
-  for k in range(x.shape[2]):  # One after the other: less memory at a time.
+  for k in range(x.shape[2]):  # One at a time to save memory.
     if np.isnan(filled[..., k]).any():
       filled[..., k] = _filled(filled[..., k])
   return filled
 
 
 def _filled(x: np.ndarray) -> np.ndarray:
-  """One metric, [H, S], without NaN."""
+  """Returns one metric, [H, S], without NaN."""
   missing = np.isnan(x)
   seconds = np.arange(x.shape[1])
   never = 2 * x.shape[1]
@@ -49,19 +49,19 @@ def _filled(x: np.ndarray) -> np.ndarray:
 
 
 def median_scores(x: np.ndarray) -> np.ndarray:
-  """Scores how far a host departs from the fleet and from its own norm.
+  """Scores how far a host deviates from the fleet and from its own norm.
 
   With r_h(t) the residual of a host and m_h(t) its mean over the last minute,
 
     z_h(t) = max(min(|m_h|, 2 d_h), |m_h| / 8) / max(σ, SPREAD · σ(t))
 
-  where d is the distance of m from the levels that the host has had for half a
-  minute in its first three minutes: a burst there displaces the norm, and a
-  host that returns to its level before the burst is healthy. The scale σ is the
-  noise of a second over all hosts and seconds (1.4826 times the median of |r|),
-  so that few hosts that happen to agree do not make another one look broken.
-  σ(t) is how far the hosts have drifted apart by then (1.4826 times the median
-  of |m| over hosts). A host also scores if it becomes still or restless
+  where d is the distance of m from the range of the host's half-minute means in
+  the first three minutes: a burst there displaces the norm, and a host that
+  returns to its level before the burst is healthy. The scale σ is the noise of
+  single seconds over all hosts (1.4826 times the median of |r|), so that a few
+  hosts that happen to agree do not make another one look broken. σ(t) is how
+  far the hosts have drifted apart by time t (1.4826 times the median of |m|
+  over hosts). A host also gets a score if it becomes still or restless
   (`_activity`) or stops sending.
 
   Args:
@@ -70,17 +70,18 @@ def median_scores(x: np.ndarray) -> np.ndarray:
   Returns:
     float32 [T, H, K]: every 5 seconds, from the end of the first minute on.
   """
-  # One metric after the other: less memory at a time.
+  # One metric at a time to save memory.
   return np.stack([_scores(x[..., k]) for k in range(x.shape[2])], axis=-1)
 
 
 def residuals(x: np.ndarray) -> np.ndarray:
-  """Returns deviations from the median host, without those of the beginning.
+  """Returns deviations from the median host beyond the initial ones.
 
-  Healthy hosts differ for good, by dozens of standard deviations of a second's
-  noise. The norm of a host is its median deviation from the fleet in the first
-  three minutes. It is subtracted before hosts are compared again: otherwise the
-  median would be a single host, whose faults would displace all others.
+  Healthy hosts differ permanently, by dozens of standard deviations of a
+  second's noise. The norm of a host is its median deviation from the fleet in
+  the first three minutes. It is subtracted before hosts are compared again:
+  otherwise the median would be a single host, whose faults would displace all
+  others.
 
   Args:
     x: float [H, S, ...] without NaN.
@@ -92,7 +93,7 @@ def residuals(x: np.ndarray) -> np.ndarray:
 
 
 def distances(points: np.ndarray) -> np.ndarray:
-  """Distance of each host to all others at a cost of O(H): to their median.
+  """Returns each host's distance from the median host, at a cost of O(H).
 
   Args:
     points: float [H, ..., D].
@@ -108,7 +109,7 @@ def _scores(x: np.ndarray) -> np.ndarray:
   """Returns z of one metric, [H, S] -> [T, H]."""
   filled = fill_gaps(x[..., None])[..., 0]
   steps = np.abs(np.diff(filled, axis=1, prepend=filled[:, :1]))
-  # The resolution of a metric that hardly moves: two hosts have such a step.
+  # Resolution of a metric that hardly changes: a step that two hosts reach.
   smallest = np.where(steps > 0, steps, np.inf).min(axis=1)
   resolution = np.sort(smallest)[min(1, len(smallest) - 1)]
   resolution = resolution if np.isfinite(resolution) else 0.0
@@ -134,8 +135,8 @@ def _level(residual: np.ndarray, resolution: float) -> np.ndarray:
 def _activity(steps: np.ndarray, resolution: float) -> np.ndarray:
   """Scores metrics that become still or restless, [H, S] -> [T, H].
 
-  It is the change of the logarithm of the mean step between two seconds; a
-  metric that freezes scores 3.
+  The score is the change of the log of the mean step between seconds; a metric
+  that freezes scores 3.
   """
   means = _means(steps)
   least = 0.05 * np.median(means) + resolution / MEAN_S + 1e-30

@@ -1,9 +1,9 @@
 """Moves arrays to devices of other processes, over the devices' interconnect.
 
 `jax.device_put` moves arrays between processes only where both sides have the
-same devices. Otherwise an array is cut into pieces of bits on its own mesh,
-sent piece by piece in a program that all devices of both sides run, and joined
-on the other mesh.
+same devices. Otherwise the bits of an array are split into pieces on its own
+mesh, sent piece by piece in a program that all devices of both sides run, and
+joined on the other mesh.
 """
 
 import functools
@@ -24,17 +24,17 @@ def make_move(
 ) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
   """Makes a function that moves arrays to the mesh of `places`.
 
-  All processes must call it. Besides both copies, a device needs the memory of
-  its pieces, and the compiler may hold an array whole while it cuts or joins it
-  (on CPUs it warns of a full rematerialization). Small groups bound both.
+  All processes must call it. In addition to both copies, a device needs memory
+  for its pieces, and the compiler may materialize a full array to split or join
+  it (on CPUs it warns of a full rematerialization). Small groups bound both.
 
   Args:
-    shapes: of the arrays.
+    shapes: shapes and dtypes of the arrays.
     places: sharding of each array after the move.
 
   Returns:
-    A function of the arrays, all of one mesh; it is `jax.device_put` within a
-    process, and where both sides have the same devices.
+    A function of the arrays, all on one mesh. It is `jax.device_put` within a
+    process, or if both sides have the same devices.
   """
   target = places[0].mesh.devices.flatten()
 
@@ -68,7 +68,7 @@ def make_move(
 
 
 def _along(devices: Sequence[jax.Device]) -> NamedSharding:
-  """Sharding of [len(devices), ...] with one row on each device."""
+  """Returns a sharding of [len(devices), ...] with one row on each device."""
   return NamedSharding(Mesh(np.asarray(devices), (_AXIS,)), P(_AXIS))
 
 
@@ -100,7 +100,7 @@ def _rounds(
   source: Sequence[jax.Device],
   target: Sequence[jax.Device],
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
-  """Plans the pieces: (slot here, slot there) -> pairs of devices.
+  """Plans the pieces: (source slot, target slot) -> pairs of devices.
 
   In a round, each device sends at most one piece and receives at most one.
   """
@@ -120,16 +120,16 @@ def _send(
   slots = max(there for _, there in rounds) + 1
   received = jnp.zeros((1, slots, bits.shape[-1]), bits.dtype)
   for (here, there), pairs in rounds.items():
-    # A device that receives nothing gets zeros, the bits of no other round.
+    # A device that receives nothing gets zeros, which change no bits.
     piece = jax.lax.ppermute(bits[:, here], _AXIS, pairs)
     received = received.at[:, there].set(received[:, there] | piece)
   return received
 
 
 def _on(place: NamedSharding, x: jax.Array) -> jax.Array:
-  """Returns the rows of an array that another set of devices has.
+  """Returns an array with its rows on another set of devices.
 
-  Rows of devices that it lacks are zero.
+  Rows on devices that `x` does not use are zero.
   """
   rows = {shard.device: shard.data for shard in x.addressable_shards}
   zeros = functools.partial(jnp.zeros, (1, *x.shape[1:]), x.dtype)

@@ -17,11 +17,11 @@ from jaxrl_llm.models import ModelFns, PackedRows, make_block_tables
 from jaxrl_llm.sync.transfer import SyncError, VersionedWeights
 from jaxrl_llm.system import processes
 
-# Tolerance of rounding by compute dtype, or by the format of products, relative
-# to max(|log-prob|, 1 nat). Measured on small models: 2e-7, 4e-3 and 1.4e-2;
-# 6e-3 and 3e-2 if the sampler alone multiplies in int8 or fp8; 1e-4 (1.5e-2
-# with bfloat16) if both do so in fp8, whose activations near the border of two
-# values are rounded to either.
+# Rounding tolerance by compute dtype, or by the format of matrix products,
+# relative to max(|log-prob|, 1 nat). Measured on small models: 2e-7, 4e-3 and
+# 1.4e-2; 6e-3 and 3e-2 if only the sampler multiplies in int8 or fp8; 1e-4
+# (1.5e-2 with bfloat16) if both multiply in fp8, where activations midway
+# between two values may be rounded to either.
 TOLERANCES: Mapping[str, float] = {
   "float32": 1e-5,
   "bfloat16": 2e-2,
@@ -32,7 +32,7 @@ TOLERANCES: Mapping[str, float] = {
 
 
 def tolerance(*dtypes: str, platforms: Collection[str]) -> float:
-  """Returns the tolerance of two paths that compute in these dtypes.
+  """Returns the tolerance between two computations in these dtypes.
 
   Args:
     dtypes: names of the dtypes of activations and of the KV cache, and of the
@@ -68,11 +68,11 @@ def make_parity_check(
       is relative because random tokens are improbable, and rounding grows with
       the logits.
     page_size: tokens per page of the KV cache.
-    send: (params, version) -> weights; with an exact sampler. Those of the
-      trainer, sent again, must give equal log-probs to the last bit.
+    send: (params, version) -> weights; only with an exact sampler. Sending the
+      trainer's parameters again must give bitwise equal log-probs.
 
   Returns:
-    (params, weights) -> that mean; raises SyncError if it exceeds the tolerance
+    (params, weights) -> this mean; raises SyncError if it exceeds the tolerance
     or is NaN, or if `send` is given and a log-prob differs.
   """
   inputs, targets = np.asarray(tokens)[:, :-1], np.asarray(tokens)[:, 1:]
@@ -117,13 +117,13 @@ def inexact(difference: float) -> SyncError:
   """Returns the error of an exact sampler whose log-probs differ."""
   return SyncError(
     "config.sampler.exact=True: log-probs of sampler and trainer differ by up"
-    f" to {difference:.3g}: a bug, or the device does not repeat its sums; use"
-    " sampler.exact=False, and report it"
+    f" to {difference:.3g}: a bug, or the device's sums are not"
+    " deterministic; use sampler.exact=False, and report it"
   )
 
 
 def _decoded_logprobs(fns, arrays, page_size):
-  """(sampler's params) -> log-probs [B, T - 1], decoded token by token."""
+  """Makes a function: sampler's params -> decoded log-probs [B, T - 1]."""
   rows, length = arrays[0].shape
   sharding = fns.slots_sharding
   shards = rows // sharding.shard_shape((rows,))[0] if sharding else 1

@@ -2,8 +2,8 @@
 
 The sampler's copy has its own dtype and layout and may be on another mesh. It
 is made on the trainer's mesh and moved to the sampler's, one group of leaves at
-a time, so that little memory is used besides the two copies. It carries the
-policy's version and a checksum.
+a time, so that little memory is needed in addition to the two copies. It
+carries the policy's version and a checksum.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ class WeightTransfer:
       shapes: ShapeDtypeStructs of the trainer's parameters.
       source: sharding of each sampler leaf on the trainer's mesh; None leaves
         it to the compiler.
-      target: sharding of each leaf at the sampler; None keeps that of `source`.
+      target: sharding of each leaf on the sampler's mesh; None keeps `source`.
       constant: (path of a sampler leaf) -> whether training never changes it.
         Such leaves are sent once and then kept.
       max_bytes: maximum bytes of a group over all devices; larger leaves form a

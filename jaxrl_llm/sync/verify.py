@@ -1,9 +1,10 @@
 """Verifies that the sampler has the trainer's current weights.
 
-Versions are compared before every sampling, at no cost, but they do not show
-weights that were never delivered. Checksums do, but read all weights of both
-sides. Within a process, where only a bug can make them differ, checksums are
-compared every few steps; a transport between processes should always verify.
+Versions are compared before every rollout, at no cost, but they do not reveal
+weights that were never delivered. Checksums do, but computing them reads all
+weights on both sides. Within a process, where only a bug can make them differ,
+checksums are compared every few steps; a transport between processes should
+always verify.
 """
 
 from jaxrl_llm import digest
@@ -43,7 +44,7 @@ def verify(
     version: version of the trainer.
 
   Raises:
-    SyncError: Version, checksum or a leaf differ; the message names the first.
+    SyncError: Version, checksum or a leaf differs; the message names the first.
   """
   check_version(weights, version)
   held = _held(weights)
@@ -55,8 +56,9 @@ def verify(
     count = f"{len(wrong)} of {len(names)} leaves"
     raise SyncError(
       f"{wrong[0]} ({'every leaf' if len(wrong) == len(names) else count}) of"
-      f" the sampler is not the trainer's, though both are at version {version}"
-      + (", and not what was sent" if changed else "")
+      " the sampler differs from the trainer's, although both are at"
+      f" version {version}"
+      + (", and also differs from what was sent" if changed else "")
       + ": transfer the policy again before sampling from it"
     )
   if changed:

@@ -16,13 +16,13 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 
-_METHODS = "jaxrl_llm.methods"  # Above this room, imported by name alone.
+_METHODS = "jaxrl_llm.methods"  # In a higher layer: imported only by name.
 
 
 class Table(dict[str, Any]):
-  """Choices by name, some of which a file of `methods/` adds when first read.
+  """Choices by name, some of them imported from `methods/` on first use.
 
-  Until then the value of a name is the name of that file.
+  Until then, the value of such a name is the name of its file.
   """
 
   def __init__(self, kind: str, **choices: Any):
@@ -38,13 +38,13 @@ class Table(dict[str, Any]):
     return super().__getitem__(name)
 
   def switched_on(self, settings: Mapping[str, Any]) -> Any:
-    """The part whose setting is on, made with the settings; None without."""
+    """Returns the part whose setting is on, made with the settings, or None."""
     name = next(filter(settings.get, self), None)
     return self[name](settings) if name else None
 
 
 def load(path: str) -> ModuleType:
-  """Imports a file, which registers its parts.
+  """Imports a plugin file, which registers its parts.
 
   Raises:
     InputError: The file cannot be read or raises, or its name is taken.
@@ -72,10 +72,10 @@ def load(path: str) -> ModuleType:
 
 
 def merged(recorded: Iterable[str], given: Iterable[str]) -> tuple[str, ...]:
-  """Joins the files of a run and given ones.
+  """Combines the recorded plugin files of a run with the given ones.
 
-  A given file replaces the one of its name, which may have moved: two files of
-  one name could not be imported.
+  A given file replaces a recorded one of the same name, which may have moved:
+  two files of the same name cannot both be imported.
   """
   files = (*recorded, *given)
   return tuple({pathlib.Path(file).name: file for file in files}.values())

@@ -7,10 +7,10 @@ run, rewards under deadlines, signals) is done by the first process or split
 among all, and its result is shared. With a single process, every function here
 runs locally.
 
-Arrays travel by collectives among the devices of their mesh. Results of host
-work, and arrays of a mesh that leaves out some processes, travel through the
-key-value store of the first process: each thread has messages of its own, so
-that sampler and learner can run concurrently.
+Arrays are exchanged by collectives among the devices of their mesh. Results of
+host work, and arrays whose mesh excludes some processes, go through the
+key-value store of JAX's coordination service: each thread has a separate
+channel, so that sampler and learner can run concurrently.
 """
 
 import collections
@@ -31,7 +31,7 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
-from jax._src import distributed  # There is no public way to its client.
+from jax._src import distributed  # Its client has no public API.
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError, TrainingStopped
@@ -41,7 +41,7 @@ _patience_s = 0  # Set by `connect`.
 _waited_s = collections.defaultdict(float)  # By thread.
 _cleared = collections.defaultdict(int)  # Messages deleted, by channel.
 _sent = collections.defaultdict(int)  # Messages so far, by name of the thread.
-_APPEARS_S = 30  # Within this time every host sees what another has written.
+_APPEARS_S = 30  # Within this time every host must see another one's files.
 _YEAR_MS = 365 * 24 * 3600 * 1000
 _TOGETHER = InputError, TrainingStopped
 
@@ -56,8 +56,8 @@ def connect(
       `count` and `index` from the cluster (Slurm, GKE, Cloud TPU, Open MPI).
     count: number of processes.
     index: number of this process.
-    patience_s: seconds until a process that is dead or frozen is missed. The
-      others then end with exit code 1 and name it.
+    patience_s: seconds until a dead or frozen process is detected. The others
+      then exit with code 1 and name it.
 
   Raises:
     InputError: The processes cannot connect.
@@ -89,10 +89,11 @@ def connect(
 
 
 class _Service:
-  """JAX's coordination service in a process of its own.
+  """JAX's coordination service in a separate process.
 
-  In the first process it would die with it, and JAX would abort all others with
-  the stacks of their threads before they can say which process died.
+  In the first process, the service would die with it, and JAX would abort all
+  others with the stacks of their threads before they can report which process
+  died.
   """
 
   def __init__(self, *args: Any, **settings: Any):
@@ -102,17 +103,18 @@ class _Service:
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
-      start_new_session=True,  # No Ctrl-C ends it.
+      start_new_session=True,  # Not ended by Ctrl-C.
     )
     if not self._process.stdout.readline():
       raise RuntimeError(f"no coordination service at {args[0]}")
 
   def shutdown(self) -> None:
-    """Ends the process; JAX calls it when all clients have left."""
+    """Ends the process; JAX calls it when all clients have disconnected."""
     self._process.communicate("end\n")
 
 
-# Without a line to end, the first process has died: others still ask.
+# Input that ends without a line means that the first process has died; the
+# service then lingers, as the others still use it.
 _SERVE = """
 import importlib, json, sys, time
 library, args, settings, linger_s = json.loads(sys.argv[1])
@@ -125,25 +127,25 @@ if not sys.stdin.readline():
 
 
 def _watch() -> None:
-  """Ends this process when another one has not been alive for some time.
+  """Ends this process when another one shows no sign of life for too long.
 
-  Counts looks and not seconds: a process that was frozen itself must not blame
-  the others.
+  Counts checks instead of seconds: a process that was frozen itself must not
+  blame the others.
   """
   client = distributed.global_state.client
-  # Once: at the end of the program JAX would start its backends again.
+  # Read once: at the end of the program JAX would start its backends again.
   index, count = jax.process_index(), jax.process_count()
   beats, last, missed = {}, {}, collections.Counter()
 
   def beat() -> None:
-    with contextlib.suppress(RuntimeError):  # The process ends.
+    with contextlib.suppress(RuntimeError):  # The process is ending.
       for number in itertools.count():
         mine = f"alive/{index}", str(number)
         client.key_value_set(*mine, allow_overwrite=True)
         beats.update(client.key_value_dir_get("alive"))
         time.sleep(_look_s())
 
-  # Apart, for a store whose process is frozen does not return.
+  # In a separate thread, as calls to a store in a frozen process block.
   threading.Thread(target=beat, name="alive", daemon=True).start()
   while True:
     time.sleep(_look_s())
@@ -153,14 +155,14 @@ def _watch() -> None:
       missed[other] = missed[other] + 1 if same else 0
     last = dict(beats)
     silent = [i for i, n in missed.items() if n * _look_s() > _patience_s]
-    if index in silent:  # Not even its own arrive.
+    if index in silent:  # Not even its own beats arrive.
       silent = [0]
     if silent:
       _end(f"no sign of life for {_patience_s} s", silent)
 
 
 def _end(reason: str, silent: Sequence[int]) -> NoReturn:
-  """Exits with code 1 and one line that names processes that do not answer."""
+  """Exits with code 1 and a line that names processes that do not answer."""
   names = ", ".join(map(str, silent)) or "none"
   print(
     f"\nprocess {jax.process_index()} of {jax.process_count()} on"
@@ -176,11 +178,11 @@ def _end(reason: str, silent: Sequence[int]) -> NoReturn:
 def ended_together() -> Iterator[None]:
   """Exits with code 1 if a collective fails because another process has died.
 
-  Its line names the processes that do not answer. It comes before JAX, whose
+  Prints a line that names the processes that do not answer, before JAX, whose
   heartbeats take longer, aborts the process with the stacks of all threads.
 
-  Errors that all processes raise together pass. After any other one this
-  process exits at once, so that the others miss it.
+  Errors that all processes raise together are passed on. After any other error
+  this process exits at once, so that the others notice.
   """
   try:
     yield
@@ -188,7 +190,7 @@ def ended_together() -> Iterator[None]:
     if jax.process_count() == 1 or isinstance(error, _TOGETHER):
       raise
     reason = (str(error).strip().splitlines() or [""])[0][:200]
-    # From a jitted function the same error may come as a ValueError.
+    # A jitted function may raise the same error as a ValueError.
     if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in reason:
       _end(f"a collective failed ({reason})", _silent())
     if not isinstance(error, OSError):
@@ -197,7 +199,7 @@ def ended_together() -> Iterator[None]:
 
 
 def _silent() -> list[int]:
-  """Returns the processes that have stopped to say that they are alive."""
+  """Returns the processes that no longer show a sign of life."""
   client = distributed.global_state.client
   try:
     before = client.key_value_dir_get("alive")
@@ -210,7 +212,7 @@ def _silent() -> list[int]:
 
 
 def _look_s() -> float:
-  """Seconds between two looks at the other processes."""
+  """Returns the seconds between two checks of the other processes."""
   return min(2, _patience_s / 8)
 
 
@@ -235,7 +237,7 @@ def waited_s() -> float:
 
 
 def name() -> str:
-  """Returns number and host, such as 3-worker; '' with a single process."""
+  """Returns index and host name, such as 3-worker; '' with one process."""
   if jax.process_count() == 1:
     return ""
   return f"{jax.process_index()}-{socket.gethostname()}"
@@ -259,7 +261,7 @@ def gather(value: T) -> list[T]:
     if is_first():
       count = range(jax.process_count())
       data = pickle.dumps([_receive(f"{parts}/{i}") for i in count])
-      # All processes have come here, so that nothing earlier is read any more.
+      # All processes have reached this call, so earlier messages were read.
       for old in range(_cleared[channel], number):
         client.key_value_delete(f"{channel}/{old}")
       client.key_value_delete(parts)
@@ -283,7 +285,7 @@ def _receive(key: str) -> bytes:
 
 
 def of_first(function: Callable[..., T], *args: Any) -> T:
-  """Calls a function in the first process; all return its result or raise.
+  """Calls a function in the first process; all return its result or error.
 
   Raises:
     InputError, TrainingStopped, OSError: The first process raises it.
@@ -297,10 +299,10 @@ def of_first(function: Callable[..., T], *args: Any) -> T:
 def await_files(folder: pathlib.Path) -> None:
   """Waits until all processes see a folder's files as the first one does.
 
-  On shared storage a file may appear on other hosts some seconds late.
+  On shared storage a file may appear on other hosts several seconds late.
 
   Raises:
-    TrainingStopped: A process does not see one after `_APPEARS_S` seconds.
+    TrainingStopped: A process does not see a file after `_APPEARS_S` seconds.
   """
   if jax.process_count() == 1:
     return
@@ -317,8 +319,8 @@ def await_files(folder: pathlib.Path) -> None:
 
 
 def _sizes(folder: pathlib.Path) -> set[tuple[str, int]]:
-  """Returns the paths in a folder, itself included, with sizes of files."""
-  with contextlib.suppress(FileNotFoundError):  # Listed, but not there yet.
+  """Returns the paths of a folder and everything in it, with file sizes."""
+  with contextlib.suppress(FileNotFoundError):  # Listed, but not visible yet.
     return {
       (str(file.relative_to(folder)), file.stat().st_size * file.is_file())
       for file in (folder, *folder.rglob("*"))
@@ -352,7 +354,7 @@ def _attempt(function, *args) -> tuple[Any, Exception | None]:
   except _TOGETHER as error:
     return None, error
   except OSError as error:
-    return None, OSError(str(error))  # Some kinds of it cannot be pickled.
+    return None, OSError(str(error))  # Some subclasses cannot be pickled.
 
 
 def _result(attempted: tuple[Any, Exception | None]) -> Any:
@@ -367,7 +369,7 @@ def put(tree: Any, places: Any) -> Any:
 
   Args:
     tree: NumPy arrays.
-    places: a sharding or a tree of them; None: wherever they are needed.
+    places: a sharding or a tree of them; None lets JAX place the arrays.
   """
   if jax.process_count() == 1:
     return jax.device_put(tree, places)
@@ -385,7 +387,7 @@ def put(tree: Any, places: Any) -> Any:
 def to_host(tree: Any) -> Any:
   """Returns arrays as NumPy, gathered from all processes.
 
-  All processes must call it, also those without a device of the arrays.
+  All processes must call it, even those without a device of the arrays.
   """
   with waiting():
     if jax.process_count() == 1:
@@ -408,7 +410,7 @@ def ready(tree: T) -> T:
 
 
 def _whole(x: Any) -> np.ndarray | None:
-  """Returns a whole array; None if no device of this process has a part."""
+  """Returns the full array; None if no device of this process has a part."""
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return jax.device_get(x)
   if not x.is_fully_replicated:
@@ -417,7 +419,7 @@ def _whole(x: Any) -> np.ndarray | None:
 
 
 def _sender(x: Any) -> int:
-  """The first process of an array's mesh; -1 if all processes are in it."""
+  """Returns the first process of an array's mesh; -1 if it has all of them."""
   if not isinstance(x, jax.Array) or not x.committed:
     return -1
   inside = {device.process_index for device in x.sharding.device_set}
@@ -425,7 +427,7 @@ def _sender(x: Any) -> int:
 
 
 def _from(sender: int, values: list[np.ndarray | None]) -> list[np.ndarray]:
-  """Returns the values of one process; those who have them do not read."""
+  """Returns the values of one process; processes with values do not wait."""
   channel, number = _next_message()
   if jax.process_index() == sender:
     client = distributed.global_state.client

@@ -26,22 +26,22 @@ class Stopped:
   """The signal that stops the run; 0 until one is received."""
 
   signal: int = 0
-  doing: str = "what is under way"  # The work that a signal waits for.
+  doing: str = "the current work"  # The work that a signal waits for.
 
   def agreed(self) -> int:
-    """The signal that any process of the run has received, 0 for none."""
+    """Returns the signal that any process has received; 0 if none."""
     agreed = max(processes.gather(self.signal))
-    if agreed:  # Otherwise one that came meanwhile would be overwritten.
+    if agreed:  # Otherwise a signal received meanwhile would be overwritten.
       self.signal = agreed
     return agreed
 
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[Stopped]:
-  """SIGINT and SIGTERM end the run after the step; a second one at once.
+  """Makes SIGINT and SIGTERM end the run after the step; a second one at once.
 
-  The first one is answered at once on standard error. In another than the main
-  thread, which receives no signals, they do what they did before.
+  The first one is acknowledged at once on standard error. Outside the main
+  thread, which alone handles signals, nothing changes.
   """
   stopped = Stopped()
   if threading.current_thread() is not threading.main_thread():
@@ -52,8 +52,8 @@ def stop_on_signal() -> Iterator[Stopped]:
     del frame
     stopped.signal = number
 
-  # Python calls a handler when the main thread is back from compiled code,
-  # which may be in minutes. The number of the signal is written to this socket
+  # Python calls a handler only when the main thread returns from compiled code,
+  # which may take minutes. The number of the signal is written to this socket
   # without delay, and a thread reads it.
   reader, writer = socket.socketpair()
   writer.setblocking(False)
@@ -84,5 +84,5 @@ def _answer(reader: socket.socket, stopped: Stopped) -> None:
       os._exit(128 + number[0])
     received = True
     text = f"finishing {stopped.doing}; press Ctrl-C again to stop now"
-    # Not print, whose buffer the main thread may hold.
+    # Not print: the main thread may hold the lock of its buffer.
     os.write(2, f"\n{text}\n".encode())

@@ -1,7 +1,7 @@
 """Worker processes: fresh interpreters that answer lines and can be killed.
 
-They do not import the caller's main module and share no state with it. Their
-death is an ordinary result.
+They do not import the caller's main module and share no state with it. The
+death of a worker is reported as an ordinary result.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _START_DEADLINE_S = 120.0  # Imports on a busy machine.
 
 
 class Worker:
-  """A process that answers a line with a line; it is restarted if it dies."""
+  """A process that answers each line with a line, restarted if it dies."""
 
   def __init__(self, serve: Callable[..., None], *arguments: str):
     """Starts the process.
@@ -53,13 +53,13 @@ class Worker:
     if not self._started:
       # The first line comes without a request.
       self._started = bool(self._exchange("", _START_DEADLINE_S)[0])
-    # Looked at and not reaped, so that its number stays its own.
+    # Checked without reaping it, so that its PID is not reused.
     how = os.WEXITED | os.WNOHANG | os.WNOWAIT
     ended = os.waitid(os.P_PID, self._process.pid, how)
     return self._started and ended is None
 
   def ask(self, line: str, deadline_s: float) -> tuple[Any, str | None]:
-    """Returns its answer, a JSON pair; (None, error) if there is none.
+    """Returns the answer to a line, a JSON pair; (None, error) if none came.
 
     Raises:
       RuntimeError: The process does not start.
@@ -95,7 +95,7 @@ class Worker:
     return (answer, "") if answer.endswith(b"\n") else (b"", "crash")
 
   def _kill(self) -> None:
-    # Not reaped yet, so the process group's number is still its own.
+    # Not reaped yet, so the ID of its process group has not been reused.
     with contextlib.suppress(ProcessLookupError):
       os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -109,10 +109,10 @@ class Worker:
 
 
 def channels() -> tuple[BinaryIO, TextIO]:
-  """Returns a worker's input and output, separate from what code prints.
+  """Returns a worker's input and output, separate from printed text.
 
   The standard streams of the process become an empty input and standard error.
-  The input ends with the process that started the worker.
+  The input ends when the process that started the worker ends.
   """
   lines, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

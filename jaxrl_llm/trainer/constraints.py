@@ -18,7 +18,7 @@ from jaxrl_llm.trainer.learner_constraints import Rules
 
 
 def broken(config: Any) -> dict[str, str]:
-  """Returns the violated constraints, keys -> what to do, by importance."""
+  """Returns the violated constraints, keys -> advice, by importance."""
   return {keys: advice for wrong, keys, advice in rules(config) if wrong}
 
 
@@ -79,9 +79,9 @@ _EXCLUDED = (
      "sampler.drafter",  # Draft tokens are verified in another shape.
      "sampler.processors",  # They sample from another distribution.
      "sampler.entropy_tau",
-     "schedule.lag",  # No token is of the newest weights.
+     "schedule.lag",  # No token is from the newest weights.
      "schedule.streaming",  # The engine is busy.
-     "off_policy.keep_weights"),  # These are scored in packed rows.
+     "off_policy.keep_weights"),  # Kept weights are scored in packed rows.
     "the log-probs of sampler and trainer would not be equal; use"
     " sampler.exact=False or {key}={value!r}"),
 )
@@ -107,7 +107,7 @@ def orders(config: Any) -> Rules:
   if getattr(make, "again", PromptSource.again) is PromptSource.again:
     return []
   return _excluded(config, "data.order", _WHOLE_BATCH,
-    "this prompt source draws again for a judged batch, which must be whole;"
+    "this prompt source draws again for a judged batch, which must be complete;"
     " use {key}={value!r}")
 
 
@@ -121,7 +121,7 @@ def exclusions(config: Any) -> Rules:
 
 
 def _excluded(config, feature, keys, advice) -> Rules:
-  """Returns a rule for each key, which must have its default."""
+  """Returns a rule for each key, which must have its default value."""
   usual = {key: config_lib.KEYS[key].default for key in keys}
   return [
     (config_lib.get(config, key) != value, f"{feature}, {key}",
@@ -134,7 +134,7 @@ def sizes(config: Any) -> Rules:
   """Checks the sizes of batches and meshes, and the order of the rewards."""
   batch, slots = config_lib.batch_size(config), config.sampler.slots
   mesh = config.sampler.mesh
-  # With windows the number of ended responses varies, so the critic takes any.
+  # With windows the number of ended responses varies: any size is allowed.
   critic = has_critic(config) and not config.schedule.window
   return [
     (config.reward.correct <= config.reward.incorrect,
@@ -283,9 +283,9 @@ def streaming(config: Any) -> Rules:
   own = [made.auxiliary.get(name) for name in config.loss.auxiliary]
   over = "policy_mask", made.loss_mode
   whole = {
-    # Over other tokens it has another divisor, that of the whole batch.
+    # A loss over other tokens is divided by their number in the whole batch.
     "loss.auxiliary": any(x and (x.mask, x.mode) != over for x in own),
-    # Compares groups of a prompt, or the critic with all returns.
+    # These compare groups of a prompt, or the critic with all returns.
     "estimator.name": "example_id" in read or config.estimator.name == "evpo",
     "loss.name": config.loss.name == "hapo",
     "off_policy.proximal": config.off_policy.proximal == "ewma",

@@ -17,7 +17,7 @@ from jaxrl_llm.learner.parts import Part
 from jaxrl_llm.masked import NORM_MODES
 from jaxrl_llm.models.numerics import FORMATS
 
-# (whether a config violates it, keys that do not go together, what to do)
+# (whether a config violates the rule, incompatible keys, advice)
 Rules = list[tuple[Any, str, str]]
 
 
@@ -153,7 +153,7 @@ def critics(config: Any) -> Rules:
       f"the bins must cover the rewards, {worst:g} to {reward.correct:g}, with"
       " a margin"),
     (config.loss.clip_value and several, "value.ensemble, loss.clip_value",
-      "the mean of the critics is not the old value of any; use"
+      "the mean of the critics is not the old value of any of them; use"
       " clip_value=None"),
     (value.answer_format and "{answer}" not in value.answer_format,
       "value.answer_format", "the text has no {answer}; add it, or use ''"),

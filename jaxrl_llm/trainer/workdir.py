@@ -1,4 +1,4 @@
-"""The directory of a run, as the run itself uses it.
+"""Manages the directory of a run for the run itself.
 
 Methods of `Workdir` run in the first process; all processes must call them and
 get the same result or error. `jaxrl_llm.workdir` reads the directories of other
@@ -54,8 +54,8 @@ class Workdir:
     """Creates the directory and locks it against other runs.
 
     Raises:
-      InputError: It cannot be written, has a model, or another process trains
-        in it.
+      InputError: It cannot be written or contains a model, or another process
+        trains in it.
     """
     with contextlib.ExitStack() as stack:
       processes.of_first(stack.enter_context, self._locked())
@@ -85,12 +85,12 @@ class Workdir:
           " or choose another directory"
         ) from None
       except OSError:
-        print(f"{self.path}: cannot be locked; start no second run in it")
+        print(f"{self.path}: cannot be locked; do not start a second run in it")
       yield
 
   @_of_first
   def steps(self, step: int | None = None) -> list[int]:
-    """Returns the steps of the complete checkpoints, or the given one alone.
+    """Returns the steps of the complete checkpoints, or only the given one.
 
     Raises:
       InputError: There is no such checkpoint.
@@ -119,11 +119,11 @@ class Workdir:
       config: the new settings.
 
     Returns:
-      The changes; empty without a checkpoint, where a run starts anew.
+      The changes; empty without a checkpoint, as the run starts from scratch.
 
     Raises:
-      InputError: Its settings cannot be read, or a change does not fit its
-        checkpoints.
+      InputError: Its settings cannot be read, or a change is incompatible with
+        its checkpoints.
     """
     if not reading.steps(self.path):
       return {}
@@ -157,7 +157,7 @@ class Workdir:
     """Writes the settings of a new run, and the files of its base model.
 
     Returns:
-      Whether a run with the same settings had begun in the directory.
+      Whether a run with the same settings had already started there.
 
     Raises:
       InputError: The directory cannot be written, or the model cannot be read.
@@ -264,7 +264,7 @@ class Workdir:
       step: step of the checkpoint that is resumed; -1 for a new start.
 
     Returns:
-      A line about it; empty if nothing was set aside.
+      A message about it; empty if nothing was set aside.
     """
     rows, saved = self.path / reading.ROWS, self.path / "checkpoints"
     # Including incomplete ones, left by a kill.
@@ -283,10 +283,10 @@ class Workdir:
       for name in map(str, late):
         os.replace(saved / name, folder / "checkpoints" / name)
     what = f"checkpoints {', '.join(map(str, late))} and" if late else "the"
-    return f"{what} rows of before are set aside in {folder}"
+    return f"{what} earlier rows are set aside in {folder}"
 
   def new_times(self) -> pathlib.Path:
-    """Creates the folder with each process's times of phases.
+    """Creates the folder for the phase times of each process.
 
     Times of the previous start, perhaps on other hosts, move to `hosts_before`.
     """

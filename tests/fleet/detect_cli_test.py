@@ -85,7 +85,7 @@ def test_a_line_that_is_being_written(tmp_path, capsys):
 def test_an_empty_folder(tmp_path, capsys):
   code, _, err = run(tmp_path, capsys)
   assert code == 2
-  assert err == f"detect: {tmp_path}: no file HOST.jsonl of a host\n"
+  assert err == f"detect: {tmp_path}: no file HOST.jsonl\n"
 
 
 def test_who_is_slow(tmp_path, capsys):
@@ -162,10 +162,10 @@ def test_says_which_roles_are_too_small(tmp_path, capsys):
     ('{"time": 1, "step": 1}\n', "a.jsonl:1: no number 'time/step_s'"),
     ('{"time": 1e999}\n', "a.jsonl:1"),
     ('{"time": 1' + "0" * 400 + "}\n", "a.jsonl:1: no number 'time'"),
-    ('{"time": 1, "step": [1]}\n', "a.jsonl:1: 'step' is no integer"),
+    ('{"time": 1, "step": [1]}\n', "a.jsonl:1: 'step' is not an integer"),
     (
       '{"time": 1, "step": 1, "time/step_s": 1}\n{"time": 2}\n',
-      "some rows are of steps",
+      "some rows are steps",
     ),
   ],
 )

@@ -55,11 +55,11 @@ class TestMutations:
   @pytest.mark.parametrize(
     ("mutation", "message"),
     [
-      (_reference, "\\(every leaf\\) of the sampler is not the trainer's"),
+      (_reference, "\\(every leaf\\) of the sampler differs"),
       (
         _stale,
-        "^final_norm/scale \\(1 of .* leaves\\) .* at version 2, and not what"
-        " was sent",
+        "^final_norm/scale \\(1 of .* leaves\\) .* at version 2, and also"
+        " differs from what was sent",
       ),
     ],
   )

@@ -57,7 +57,9 @@ class TestVerify:
     if not on_the_way:
       broken = dataclasses.replace(broken, checksums=digest.checksums(stale))
     where = "^layers/1/mlp/up/kernel .1 of 27 leaves. .* at version 6"
-    how = ", and not what was sent: tra" if on_the_way else ": transfer"
+    how = (
+      ", and also differs from what was sent" if on_the_way else ": transfer"
+    )
     with pytest.raises(sync.SyncError, match=where + how):
       sync.verify(broken, transfer.checksums(params), version=6)
 

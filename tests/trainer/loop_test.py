@@ -366,7 +366,7 @@ class TestEarlierStep:
     loop.train(run, folder, step=5)
     shown = capsys.readouterr().out
     aside = folder / "set_aside_1"
-    assert f"checkpoints 6 and rows of before are set aside in {aside}" in shown
+    assert f"checkpoints 6 and earlier rows are set aside in {aside}" in shown
     assert "resumed from step 5" in shown
     assert (aside / "metrics.jsonl").read_bytes() == rows
     assert (aside / "checkpoints" / "6" / "learner.policy.trained").is_dir()
