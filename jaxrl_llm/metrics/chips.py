@@ -13,7 +13,7 @@ from typing import NamedTuple
 class Gpu(NamedTuple):
   """Properties of a GPU that its compiler needs in addition to `Chip`."""
 
-  name: str  # JAX's name of the device.
+  name: str  # JAX's name for the device.
   capability: tuple[int, int]  # CUDA compute capability.
   cores: int  # Streaming multiprocessors.
   fpus: int  # Float32 units per core.

@@ -23,7 +23,7 @@ from jaxrl_llm.models.context import pad
 
 # Maximum rows and bytes of a block of queries, keys or values. With these, the
 # compiler for H100s spills almost no registers, and every kernel fits in 99 KiB
-# of shared memory, which all GPUs since Ampere have. Other sizes are untimed.
+# of shared memory, which all GPUs since Ampere have. No size has been timed.
 _BLOCK, _BLOCK_BYTES = 64, 2**14
 # Triton only divides integers towards zero.
 div, rem = jax.lax.div, jax.lax.rem
@@ -271,7 +271,7 @@ def softmax_start(q):
 
 
 def softmax_step(q, k, v, visible, carry):
-  """Adds a block of keys; `visible` [Q, T] masks the keys of each query."""
+  """Adds a block of keys; `visible` [Q, T] selects the keys of each query."""
   out, top, total = carry
   scores = jnp.where(visible, scores_of(q, k), MASKED)
   new_top = jnp.maximum(top, jnp.max(scores, axis=1))

@@ -168,7 +168,7 @@ def _backward(tied, chunk, sharding, residuals, cotangents):
     hidden, targets, mask, chunk
   )
   g_front = [_take(jnp.where(mask, g, 0.0), order) for g in cotangents]
-  # [D, V] even if the kernel is [V, D], whose product would transpose the
+  # [D, V] even if the kernel is [V, D]: a [V, D] product would transpose the
   # logits of every chunk.
   shape = kernel.shape[::-1] if tied else kernel.shape
   # Each group of devices has a separate sum.

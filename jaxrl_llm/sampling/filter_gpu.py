@@ -14,7 +14,7 @@ from jaxrl_llm.models import kernels
 from jaxrl_llm.models.flash_gpu import pallas_call
 from jaxrl_llm.sampling import choose
 
-_CHUNK, _WARPS = 4096, 8  # Vocabulary entries per iteration, of 256 threads.
+_CHUNK, _WARPS = 4096, 8  # Vocabulary entries per iteration, and warps.
 
 
 def bounds(

@@ -94,7 +94,7 @@ class CostModel:
     return np.max([p.seconds(slots, tokens) for p in self.decode], axis=0)
 
   def prefill_s(self, contexts: chex.Array, calls: int) -> float:
-    """Returns the seconds of prefilling contexts of these lengths in calls."""
+    """Returns the seconds of `calls` prefills of contexts of these lengths."""
     work_s = _work(contexts, self.prefill_token_s, self.prefill_pair_s)
     return self.prefill_call_s * calls + work_s
 

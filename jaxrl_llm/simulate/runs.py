@@ -47,8 +47,8 @@ def pipelined(
     requests: lengths of prompts and responses.
     cost: prices; with a lag, those of the separate devices.
     config: config of the engine.
-    settings: schedule of the worker; dynamic sampling needs verdicts, and is
-      not supported.
+    settings: schedule of the worker; dynamic sampling is not supported, as it
+      needs verdicts.
     steps: number of training steps.
     rule: scheduling rule that overrides the worker's.
     lag: updates between the weights that sample a batch and those it trains.
@@ -175,7 +175,7 @@ class _StepLog:
     self._start_s, self._stats, self._older = 0.0, self.engine.stats, {}
 
   def train_s(self, batch: Rollout, steps: int = 1) -> float:
-    """Returns the seconds of gradients of a batch plus optimizer steps."""
+    """Returns the seconds of a batch's gradients and of `steps` updates."""
     work_s = self._cost.train_s(batch.prompt_lengths + batch.lengths)
     return work_s - (1 - steps) * self._cost.train_step_s
 

@@ -84,7 +84,7 @@ class Sizes:
     self.rows = tokens / (self.row * FILLED)
     # Rows of a decode step.
     self.slots = min(config.sampler.slots or self.responses, self.responses)
-    # Query heads are sharded with KV heads, if the tensor axis divides these.
+    # Heads are sharded if the tensor axis divides the number of KV heads.
     self.head_ways = 1 if model.num_kv_heads % self.tensor else self.tensor
     self.kv_ways = self.slot_ways * self.head_ways
     self.kv_token = 4 * model.num_layers * model.num_kv_heads * model.head_dim
