@@ -103,7 +103,7 @@ def choose(
   platform = "" if name == "xla" else platform_of(sharding)
   if name == "xla" or (name == "auto" and platform not in _MODULES):
     return XLA
-  reason = f"needs a TPU or a GPU, and the devices are {platform}"
+  reason = f"needs a TPU or a GPU, but the devices are {platform}"
   if platform in _MODULES:
     # Pallas is slow to import, and plain XLA does not need it.
     pallas = importlib.import_module(_MODULES[platform]).PALLAS
@@ -112,7 +112,7 @@ def choose(
       return pallas
   if name == "pallas":
     raise InputError(f"kernels='pallas' {reason}; use 'auto' or 'xla'")
-  warnings.warn(f"kernels are 'xla': 'pallas' {reason}", stacklevel=3)
+  warnings.warn(f"using kernels='xla': 'pallas' {reason}", stacklevel=3)
   return XLA
 
 

@@ -55,7 +55,7 @@ _MAX_SIZE = 2**31  # Elements of an array: offsets in kernels have 32 bits.
 def refusal(kind: AttentionKind) -> str:
   """Returns why the kernels do not support a model, or '' if they do."""
   if kind.head_dim not in _HEAD_DIMS:
-    return f"needs head_dim in {_HEAD_DIMS}, and the model has {kind.head_dim}"
+    return f"needs head_dim in {_HEAD_DIMS}, but the model has {kind.head_dim}"
   return ""
 
 

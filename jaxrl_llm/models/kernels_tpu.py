@@ -51,7 +51,7 @@ def refusal(kind: AttentionKind) -> str:
   """Returns why the kernels do not support a model, or '' if they do."""
   size = kind.head_dim
   if size < _MIN_HEAD_DIM:
-    return f"needs head_dim >= {_MIN_HEAD_DIM}, and the model has {size}"
+    return f"needs head_dim >= {_MIN_HEAD_DIM}, but the model has {size}"
   return ""
 
 
