@@ -1,34 +1,35 @@
-"""Accelerators, with the numbers that their makers state.
+"""Accelerators, with their vendors' specifications.
 
 Reference: Google Cloud, system architecture of TPU v4, v5e, v5p and v6e;
 NVIDIA, data sheets of A100, H100, H200, GH200 and DGX B200, and white papers of
-the architectures Ada and RTX PRO Blackwell. What compilers for GPUs need was
-checked with XLA's target descriptions (xla/backends/gpu/target_config/specs).
+the architectures Ada and RTX PRO Blackwell. Properties for GPU compilers were
+checked against XLA's target descriptions
+(xla/backends/gpu/target_config/specs).
 """
 
 from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-  """Properties of a GPU that its compiler needs besides those of `Chip`."""
+  """Properties of a GPU that its compiler needs in addition to `Chip`."""
 
-  name: str  # JAX's name of the device.
+  name: str  # JAX's name for the device.
   capability: tuple[int, int]  # CUDA compute capability.
   cores: int  # Streaming multiprocessors.
-  fpus: int  # Float32 units of a core.
-  threads: int  # Most threads of a core.
-  shared_kib: int  # Shared memory of a core.
+  fpus: int  # Float32 units per core.
+  threads: int  # Maximum threads per core.
+  shared_kib: int  # Shared memory per core.
   l2_mib: int
   clock_ghz: float
 
 
 class Chip(NamedTuple):
-  """A chip with what a roofline needs of it."""
+  """A chip, with its numbers for a roofline."""
 
-  memory: float  # Bytes; of a GPU as CUDA reports it.
+  memory: float  # Bytes; for a GPU as reported by CUDA.
   flops: float  # Dense bfloat16 floating-point operations per second.
   bandwidth: float  # Memory bandwidth in bytes per second.
-  links: float  # From other chips, all links together, bytes per second.
+  links: float  # Bytes per second from other chips, all links together.
   gpu: Gpu | None = None
 
   @property
@@ -38,9 +39,9 @@ class Chip(NamedTuple):
 
   @property
   def usable(self) -> float:
-    """Bytes for programs; JAX on a GPU leaves CUDA the rest.
+    """Bytes for programs; on a GPU, JAX leaves the rest to CUDA.
 
-    With XLA_PYTHON_CLIENT_MEM_FRACTION=0.95; by default 0.75.
+    Assumes XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 on GPUs; JAX's default is 0.75.
     """
     return self.memory * (0.95 if self.gpu else 1.0)
 
@@ -51,8 +52,8 @@ _H200 = _H100._replace(name="NVIDIA H200")
 _PRO = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
 _PRO = Gpu(_PRO, (12, 0), 188, 128, 1536, 100, 128, 2.6)
 _4090 = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 128, 1536, 100, 72, 2.52)
-# Chip by the name of its topologies before the colon, as in v5p:4x4x4 or
-# h100:8. Links of GPUs are NVLink, of the last two PCIe.
+# Chip by the prefix of its topologies, as in v5p:4x4x4 or h100:8. Links of GPUs
+# are NVLink, except PCIe for the last two.
 CHIPS = {
   "v5e": Chip(16 * 2.0**30, 197e12, 819e9, 200e9),
   "v5p": Chip(95 * 2.0**30, 459e12, 2765e9, 600e9),
@@ -63,7 +64,7 @@ CHIPS = {
   "rtx6000pro": Chip(102.0e9, 503.8e12, 1792e9, 64e9, _PRO),
   "rtx4090": Chip(25.39e9, 165.2e12, 1008e9, 32e9, _4090),
 }
-# Peak floating-point operations per second by JAX's name of the device.
+# Peak floating-point operations per second by JAX's name for the device.
 PEAK_FLOPS = {
   "TPU v4": 275e12,
   "TPU v5 lite": CHIPS["v5e"].flops,

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jaxrl_llm.models import context
 from jaxrl_llm.models.numerics import einsum
 
-MASKED = -1e30  # Finite: a query without keys gives a mean, not NaN.
+MASKED = -1e30  # Finite, so that a query without keys gives a mean, not NaN.
 _QUERY_BLOCK = 512  # Queries per block in rows longer than twice this.
 
 
@@ -43,9 +43,9 @@ def packed_attention(
     segments: int32 [B, T].
     prefixes: int32 [B, T], another segment to attend to; 0: none.
     sharding: sharding of k if the tokens of a row are split; otherwise XLA
-      partitions rows and heads by itself.
-    window: positions that a query sees, its own included, in rows without
-      prefixes; None: all.
+      partitions rows and heads on its own.
+    window: number of positions that a query attends to, including its own, in
+      rows without prefixes; None: all.
 
   Returns:
     [B, T, H, d] in the dtype of q; scores and softmax are float32.
@@ -60,7 +60,7 @@ def packed_attention(
 
 
 def _attend_in_rows(index, q, k, v, segments, prefixes, key_segments, window):
-  """Attends with queries at positions [Q] of the row to all of its keys."""
+  """Computes attention of queries at positions [Q] to all keys of the row."""
   count, time = q.shape[1], k.shape[1]
   keys, values = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
 
@@ -106,8 +106,8 @@ def _attend_fwd(q, keys, values, visible):
 def _attend_bwd(residuals, cotangent):
   """Backward pass whose products have their [Q, T] operand on the right.
 
-  Automatic differentiation puts it on the left, where it must be transposed,
-  which took a quarter of the time of a training step on a CPU.
+  Automatic differentiation puts it on the left, where it has to be transposed:
+  this took a quarter of the time of a training step on a CPU.
   """
   q, keys, values, weights, out = residuals
   g, unfold = fold_heads(cotangent, keys.shape[1])
@@ -162,7 +162,7 @@ def write_contiguous(
 def in_reach(
   keys: chex.Array, queries: chex.Array, window: int | None
 ) -> jax.Array:
-  """Returns whether queries see keys, by their positions, which broadcast."""
+  """Returns the mask of visible keys from positions, which are broadcast."""
   if window is None:
     return keys <= queries
   return (keys <= queries) & (keys > queries - window)

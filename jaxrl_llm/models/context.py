@@ -1,6 +1,6 @@
 """Context parallelism: the tokens of a row are sharded over devices.
 
-A row is cut into 2 n pieces, and device i of n holds pieces i and 2 n - 1 - i
+A row is split into 2 n pieces, and device i of n holds pieces i and 2 n - 1 - i
 (zigzag), so that causal attention costs the same on every device. Layers act on
 each token separately, except for attention, which all-gathers the keys and
 values of the row in every layer and reduce-scatters their gradients. With
@@ -27,7 +27,7 @@ def num_shards(sharding: NamedSharding | None, axis: int) -> int:
 
 
 def leading(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
-  """Returns the sharding of the first axes only."""
+  """Returns the sharding of only the first axes."""
   if sharding is None:
     return None
   return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:axes]))
@@ -36,7 +36,7 @@ def leading(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
 def on_devices(
   function: Callable[..., Any], sharding: NamedSharding | None, *specs: Any
 ) -> Callable[..., Any]:
-  """Turns a function of per-device shards into one of global arrays.
+  """Turns a function of per-device shards into a function of global arrays.
 
   Args:
     function: its first arguments have the given specs, and the others are
@@ -63,7 +63,7 @@ def on_devices(
 def over_rows(
   function: Callable[..., jax.Array], sharding: NamedSharding | None
 ) -> Callable[..., jax.Array]:
-  """Makes a function of a device's queries and all keys one of whole arrays.
+  """Turns a function of local queries and all keys into one of global arrays.
 
   Args:
     function: (positions of the queries in their row [Q], q [R, Q, H, d],
@@ -97,7 +97,7 @@ def gather(x: chex.Array, sharding: NamedSharding | None) -> jax.Array:
 
 
 def pad(x: chex.Array, axis: int, block: int, value: int = 0) -> jax.Array:
-  """Pads an axis to whole blocks."""
+  """Pads an axis to a multiple of `block`."""
   widths = [(0, -n % block * (i == axis)) for i, n in enumerate(x.shape)]
   return jnp.pad(x, widths, constant_values=value)
 

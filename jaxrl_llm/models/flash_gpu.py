@@ -1,11 +1,11 @@
-"""Flash attention on packed rows by Pallas kernels for GPUs.
+"""Flash attention on packed rows with Pallas kernels for GPUs.
 
-A block of queries reads two ranges of key blocks: those of its prefixes, and
-those from the start of its segments, or of its window, to its last position. A
-block of keys reads one range of query blocks for its gradients. Blocks of other
-samples are skipped. The query heads of a KV head read it in place: keys and
-values are never repeated, and the sum of their gradients over these heads stays
-in registers.
+A block of queries reads two ranges of key blocks: the blocks of its prefixes,
+and the blocks from the start of its segments, or of its window, up to its last
+position. For the gradients, a block of keys reads one range of query blocks.
+Blocks of other samples are skipped. All query heads of a KV head read it in
+place: keys and values are never repeated, and their gradients are summed over
+these heads in registers.
 
 Reference: Dao 2023, FlashAttention-2, arXiv 2307.08691.
 """
@@ -21,16 +21,16 @@ from jax.experimental.pallas import triton
 from jaxrl_llm.models.attention import MASKED, in_reach
 from jaxrl_llm.models.context import pad
 
-# Most rows and bytes of a block of queries, keys or values. With these, the
-# compiler for H100s spills next to no registers, and no kernel needs more than
-# 99 KiB of shared memory, which GPUs have since Ampere. None has been timed.
+# Maximum rows and bytes of a block of queries, keys or values. With these, the
+# compiler for H100s spills almost no registers, and every kernel fits in 99 KiB
+# of shared memory, which all GPUs since Ampere have. No size has been timed.
 _BLOCK, _BLOCK_BYTES = 64, 2**14
-# Triton divides integers towards zero only.
+# Triton only divides integers towards zero.
 div, rem = jax.lax.div, jax.lax.rem
 
 
 def attend(q, k, v, queries, keys, window, *, interleaved=False):
-  """Attends in rows of any length, padded to whole blocks.
+  """Computes attention on rows of any length, padded to whole blocks.
 
   Args:
     q: [R, Q, H, d].
@@ -39,8 +39,8 @@ def attend(q, k, v, queries, keys, window, *, interleaved=False):
     queries: int32 [R, 3, Q]: position in the row, segment, prefix (-1: none).
     keys: int32 [R, T], segments.
     window: as in `attention.packed_attention`.
-    interleaved: whether k and v are one array [R, T, 2K, d] with the value of
-      each head after its key, which has no gradient.
+    interleaved: whether k and v are the same array [R, T, 2K, d], in which the
+      value of each head follows its key; it has no gradient.
   """
   count, block = q.shape[1], block_size(q, q.shape[1])
   q, k, v = (pad(x, 1, block) for x in (q, k, v))
@@ -50,16 +50,16 @@ def attend(q, k, v, queries, keys, window, *, interleaved=False):
 
 
 def block_size(x, length):
-  """Returns the rows of a block; matrix products need at least 16."""
+  """Returns the number of rows of a block; matrix products need at least 16."""
   most = _BLOCK_BYTES // (x.shape[-1] * x.dtype.itemsize)
   return max(16, min(_BLOCK, most, pl.next_power_of_2(length)))
 
 
 def find_blocks(queries, keys, block, window):
-  """Finds the blocks of keys that each block of queries may see.
+  """Finds the key blocks that each block of queries may attend to.
 
-  Compares the ranges of their segment numbers: segments need not be in order,
-  but if they are, hardly any block is read in vain.
+  Compares the blocks' ranges of segment numbers: segments need not be in order,
+  but if they are, almost no block is read unnecessarily.
 
   Args:
     queries: int32 [R, 3, Q], as in `attend`.
@@ -70,8 +70,8 @@ def find_blocks(queries, keys, block, window):
   Returns:
     Arrays that the kernels read: queries and keys, padded; the two ranges of
     key blocks that each block of queries reads, int32 [R, Q / block, 4], each
-    as first block and length; and likewise the range of query blocks that each
-    block of keys reads, int32 [R, T / block, 2].
+    as first block and length; and the range of query blocks that each block of
+    keys reads, int32 [R, T / block, 2], in the same form.
   """
   queries, keys = pad(queries, 2, block, -2), pad(keys, 1, block, -3)
   blocks = lambda x: x.reshape(*x.shape[:-1], -1, block)
@@ -82,7 +82,7 @@ def find_blocks(queries, keys, block, window):
   place = jnp.arange(first.shape[2])[None, None]
   reach = place * block <= jnp.max(index, axis=3)
   if window is not None:
-    earliest = jnp.where(index < 0, keys.shape[1], index)  # Without padding.
+    earliest = jnp.where(index < 0, keys.shape[1], index)  # Ignores padding.
     reach &= (place + 1) * block > jnp.min(earliest, axis=3) + 1 - window
   needed = lambda low, high: (
     reach & (jnp.min(low, axis=3) <= last) & (jnp.max(high, axis=3) >= first)
@@ -97,7 +97,7 @@ def find_blocks(queries, keys, block, window):
 
 
 def _range(needed):
-  """Returns the first True of [R, N, n], and the length to the last one."""
+  """Returns the first True of [R, N, n], and the length up to the last True."""
   first, after = jnp.argmax(needed, 2), jnp.argmax(needed[..., ::-1], 2)
   length = jnp.where(jnp.any(needed, 2), needed.shape[2] - after - first, 0)
   return jnp.stack([first, length], axis=2).astype(jnp.int32)
@@ -121,7 +121,7 @@ def _attention(*arguments):
 
 
 def _forward(q, k, v, rows, block, window, step):
-  """Attends; `step` is 2 for interleaved k and v, else 1."""
+  """Computes attention; `step` is 2 for interleaved k and v, otherwise 1."""
   count, time, heads, _ = q.shape
   out, lse = pallas_call(
     functools.partial(_flash_forward, block, window, step),
@@ -165,7 +165,7 @@ def _flash_forward(block, window, step, arrays, rows, out_ref, lse_ref):
     return softmax_step(q, k, v, visible, carry)
 
   out, top, total = _over_keys(block, window, rows, add, softmax_start(q))
-  total = jnp.where(total > 0, total, 1.0)  # Padding may see no block.
+  total = jnp.where(total > 0, total, 1.0)  # Padding may have read no block.
   out_ref[row, here, head] = (out / total[:, None]).astype(q.dtype)
   lse_ref[row, head, here] = top + jnp.log2(total)
 
@@ -218,18 +218,18 @@ def _flash_backward_keys(block, window, arrays, rows, d_k_ref, d_v_ref):
 
 
 def _program(block):
-  """Returns a program's row and head, and the slice of its tokens."""
+  """Returns the row and head of this program, and the slice of its tokens."""
   return *map(pl.program_id, (1, 2)), pl.ds(pl.program_id(0) * block, block)
 
 
 def _over_keys(block, window, rows, add, carry):
-  """Loops over the blocks of keys that this program's queries may see.
+  """Loops over the key blocks that this program's queries may attend to.
 
   Args:
     block, window: as in `find_blocks`.
     rows: references to queries, keys and ranges of key blocks.
-    add: (slice of the keys, which of them each query sees [Q, T], carry) ->
-      carry.
+    add: (slice of the keys, mask of the keys visible to each query [Q, T],
+      carry) -> carry.
     carry: the initial carry.
   """
   queries_ref, keys_ref, ranges_ref = rows
@@ -247,12 +247,12 @@ def _over_keys(block, window, rows, add, carry):
 
 
 def _queries(queries_ref, row, at, axis=1):
-  """Returns positions, segments and prefixes of queries, [Q, 1] each."""
+  """Returns the positions, segments and prefixes of queries, each [Q, 1]."""
   return [jnp.expand_dims(queries_ref[row, i, at], axis) for i in range(3)]
 
 
 def _visible(queries, at, keys, window, axis=0):
-  """Returns which keys, at a slice of the row, each query sees: [Q, T]."""
+  """Returns the mask [Q, T] of keys in a slice of the row, by query."""
   index, own, prefix = queries
   place = jnp.expand_dims(at.start + jnp.arange(at.size), axis)
   keys = jnp.expand_dims(keys, axis)
@@ -260,18 +260,18 @@ def _visible(queries, at, keys, window, axis=0):
 
 
 def scores_of(q, k):
-  """Returns scaled scores [Q, T] times log2(e): exp2 gives their weights."""
+  """Returns scaled scores [Q, T] times log2(e), so that weights are exp2."""
   return dot(q, k, of_b=1) * (math.log2(math.e) * q.shape[1] ** -0.5)
 
 
 def softmax_start(q):
-  """Returns weighted sum, maximum and denominator over no keys."""
+  """Returns the weighted sum, maximum and denominator over zero keys."""
   empty = jnp.zeros(q.shape[0], jnp.float32)
   return jnp.zeros(q.shape, jnp.float32), empty + MASKED, empty
 
 
 def softmax_step(q, k, v, visible, carry):
-  """Adds a block of keys; `visible` [Q, T] are those that each query sees."""
+  """Adds a block of keys; `visible` [Q, T] selects the keys of each query."""
   out, top, total = carry
   scores = jnp.where(visible, scores_of(q, k), MASKED)
   new_top = jnp.maximum(top, jnp.max(scores, axis=1))
@@ -282,6 +282,6 @@ def softmax_step(q, k, v, visible, carry):
 
 
 def dot(a, b, axis=1, of_b=0):
-  """Returns the product over an axis of a and one of b, in float32."""
+  """Contracts an axis of a with an axis of b, in float32."""
   contract = (((axis,), (of_b,)), ((), ()))
   return jax.lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)

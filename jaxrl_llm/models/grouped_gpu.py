@@ -1,11 +1,11 @@
-"""Products of rows with the matrix of their group, by Pallas on GPUs.
+"""Grouped matrix multiplication with Pallas kernels for GPUs.
 
-Rows are sorted by group. A tile has rows of one group only, as many as a block
-or fewer at its end, so that no product is made in vain but for the masked rows
-of a group's last tile; groups of any size, also empty ones, cost what they
-have. `jax.lax.ragged_dot` copies all rows for every group on a GPU. JAX's own
-kernels (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`) are for Hopper and
-16 bits alone, and have no gradients.
+Rows are sorted by group, and each is multiplied by the matrix of its group. A
+tile has rows of one group only, so the only wasted products are the masked rows
+of a group's last tile: the cost of a group is proportional to its size, also if
+it is empty. On a GPU, `jax.lax.ragged_dot` copies all rows for every group.
+JAX's kernels (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`) support only
+Hopper and 16 bits, and have no gradients.
 
 Reference: Gale et al. 2023, MegaBlocks, arXiv 2211.15841.
 """
@@ -19,8 +19,8 @@ from jax.experimental.pallas import triton
 
 from jaxrl_llm.models.flash_gpu import dot, pallas_call
 
-# Most rows of a tile, and its columns and terms of a sum at a time: with these,
-# no kernel needs more than 99 KiB of shared memory. None has been timed.
+# Maximum rows of a tile, its columns, and the terms of a sum per iteration:
+# with these, every kernel fits in 99 KiB of shared memory. None has been timed.
 _ROWS, _COLUMNS, _TERMS = 64, 128, 64
 
 
@@ -32,13 +32,13 @@ def multiply(
   *,
   transposed: bool = False,
 ) -> jax.Array:
-  """Returns the products of rows [N, in] with kernel [E, in, out], [N, out].
+  """Multiplies rows [N, in] with their group's matrix, returning [N, out].
 
   Args:
     x: [N, in], sorted by group.
     kernel: [E, in, out]; [E, out, in] if transposed.
-    sizes: int32 [E], rows of each group; the product of others is 0.
-    dtype: of the result.
+    sizes: int32 [E], rows of each group; results of other rows are 0.
+    dtype: dtype of the result.
     transposed: whether to multiply with the transposed matrices.
   """
   count, groups = len(x), len(sizes)
@@ -60,7 +60,7 @@ def gradients(
 
   Args:
     x, kernel, sizes: as in `multiply`.
-    g: [N, out], gradient of the products.
+    g: [N, out], gradient with respect to the products.
   """
   g, ends = g.astype(x.dtype), jnp.cumsum(sizes)
   d_x = multiply(g, kernel, sizes, x.dtype, transposed=True)
@@ -77,7 +77,7 @@ def gradients(
 def _find_tiles(sizes, count, rows):
   """Returns the group, first row and end of every tile, int32 [T, 3].
 
-  Rows after those of all groups are group E.
+  Rows after the last group belong to group E.
   """
   sizes = jnp.append(sizes, count - jnp.sum(sizes)).astype(jnp.int32)
   ends, tiles = jnp.cumsum(sizes), -(-sizes // rows)
@@ -93,7 +93,7 @@ def _grouped_product(rows, transposed, x_ref, kernel_ref, tiles_ref, out_ref):
   column, tile = _block(pl.program_id(0), _COLUMNS), pl.program_id(1)
   group, first, end = (tiles_ref[tile, i] for i in range(3))
   row = first + jnp.arange(rows)
-  axis = 1 if transposed else 0  # The terms' axis in a block of the matrix.
+  axis = 1 if transposed else 0  # Axis of the terms in a block of the matrix.
 
   def add(i, sum_):
     term = _block(i, _TERMS)
@@ -102,7 +102,7 @@ def _grouped_product(rows, transposed, x_ref, kernel_ref, tiles_ref, out_ref):
     b = _load(kernel_ref, (group,), *at, kernel_ref.shape[1])
     return sum_ + dot(a, b, of_b=axis)
 
-  # There is no matrix for rows without a group, and no row after them.
+  # Rows without a group have no matrix, and trailing tiles have no rows.
   used = (group < kernel_ref.shape[0]) & (first < end)
   terms = used.astype(jnp.int32) * pl.cdiv(x_ref.shape[1], _TERMS)
   out = jnp.zeros((rows, _COLUMNS), jnp.float32)
@@ -132,7 +132,7 @@ def _block(i, size):
 
 
 def _part(ref, group, row, column, end):
-  """Returns a block of a matrix, and which of it is before the end of rows."""
+  """Returns a block of a matrix, and the mask of its elements within bounds."""
   mask = (row < end)[:, None] & (column < ref.shape[-1])[None]
   return ref.at[*group, row[:, None], column[None]], mask
 

@@ -1,14 +1,14 @@
-"""The output heads of policy and critic.
+"""Output heads of policy and critic.
 
-A policy's gives log-probs of given tokens without a [B, T, V] array. Logits are
-the largest activation of a language model. Here they are computed in chunks of
-time, recomputed in the backward pass, and only for tokens with loss: each row
-is sorted with its loss positions first, and chunks beyond the longest row of
-loss positions are skipped.
+The policy's head computes log-probs of given tokens without a [B, T, V] array.
+Logits are the largest activation of a language model. Here they are computed in
+chunks of time, recomputed in the backward pass, and only for tokens with loss:
+each row is sorted so that its loss positions come first, and chunks without
+loss positions in any row are skipped.
 
 Every chunk reads the kernel, and in the backward pass also reads and writes the
-kernel's whole float32 gradient, 14 bytes per weight in all. With few tokens per
-chunk this takes longer than the products (`default_chunk`).
+kernel's entire float32 gradient, 14 bytes per weight in total. With few tokens
+per chunk this takes longer than the products (`default_chunk`).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jaxrl_llm.models.kernels import platform_of
 from jaxrl_llm.models.numerics import einsum
 from jaxrl_llm.system.plugin import Table
 
-_MIN_CHUNK = 128  # Time steps; on a CPU, larger chunks fit no cache.
+_MIN_CHUNK = 128  # Time steps; on a CPU, larger chunks do not fit in the cache.
 _CHUNK_BYTES = 2**29  # Float32 logits of a chunk on an accelerator.
 
 
@@ -40,24 +40,24 @@ class TokenLogprobs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ValueHead:
-  """A critic's head, whose only output is the value; others are subclasses."""
+  """A critic's head whose only output is the value; the base of other heads."""
 
   outputs: int = 1
   # Interval of the values; None: all numbers.
   support: tuple[float, float] | None = None
 
   def read(self, outputs: chex.Array) -> dict[str, jax.Array]:
-    """Returns `values` [...] of outputs [..., K], and inputs of the loss."""
+    """Returns `values` [...] from outputs [..., K], and inputs of the loss."""
     return {"values": outputs[..., 0]}
 
 
 SCALAR = ValueHead()
-# Name -> (settings of the critic) -> its head.
+# Name -> function that makes the head from the critic's settings.
 VALUE_HEADS = Table("value_head", scalar=lambda value: SCALAR)
 
 
 def project(hidden: chex.Array, kernel: chex.Array, tied: bool) -> jax.Array:
-  """Logits [..., V] in float32; kernel is [V, D] if tied, else [D, V]."""
+  """Returns float32 logits [..., V]; kernel is [V, D] if tied, else [D, V]."""
   equation = "...d,vd->...v" if tied else "...d,dv->...v"
   return einsum(equation, hidden, kernel.astype(hidden.dtype))
 
@@ -65,7 +65,8 @@ def project(hidden: chex.Array, kernel: chex.Array, tied: bool) -> jax.Array:
 def default_chunk(platform: str, rows: int, time: int, vocabulary: int) -> int:
   """Returns the time steps per chunk of the head.
 
-  On an accelerator, equal chunks are as long as memory allows, in steps of 128.
+  On an accelerator, chunks have equal lengths, as large as memory allows, in
+  multiples of 128.
 
   Args:
     platform: as in `kernels.platform_of`.
@@ -90,21 +91,21 @@ def chunked_logprobs(
   chunk: int,
   sharding: NamedSharding | None = None,
 ) -> TokenLogprobs:
-  """log softmax(h W / temperature)[target] and entropy, chunk by chunk.
+  """Computes log softmax(h W / temperature)[target] and entropy in chunks.
 
   Args:
     hidden: [B, T, D], final hidden states, any float dtype.
     kernel: [V, D] if `tied` (the embedding) else [D, V].
     targets: int32 [B, T].
-    mask: bool [B, T]; other positions are neither computed (except to fill a
-      chunk) nor differentiated, and return 0.
+    mask: bool [B, T]; positions where it is False are neither computed (except
+      to fill a chunk) nor differentiated, and return 0.
     temperature: scalar that divides the logits.
     tied: whether `kernel` is the embedding.
     chunk: time steps per chunk, `default_chunk` if 0; memory is
       B · chunk · V floats.
     sharding: sharding of [N, D, V], where rows are split among N groups of
-      devices along the first axis. The kernel is then gathered once and not in
-      every chunk, and its gradient is summed over groups once; None: one
+      devices along the first axis. The kernel is then gathered once instead of
+      in every chunk, and its gradient is summed over groups once; None: one
       device.
 
   Returns:
@@ -141,7 +142,7 @@ def _forward(hidden, kernel, targets, mask, temperature, tied, chunk, sharding):
     logits = project(rows, whole, tied) / temperature
     top = jnp.max(logits, axis=-1)
     log_sum = jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
-    # Read from the logits: XLA would store the log-probs to read from them.
+    # Gathered from the logits: XLA would store log-probs to gather from them.
     picked = jnp.take_along_axis(
       logits, _slice(targets_front, i, chunk)[..., None], axis=-1
     )[..., 0]
@@ -167,10 +168,10 @@ def _backward(tied, chunk, sharding, residuals, cotangents):
     hidden, targets, mask, chunk
   )
   g_front = [_take(jnp.where(mask, g, 0.0), order) for g in cotangents]
-  # [D, V] even if the kernel is [V, D]: the other product would transpose the
+  # [D, V] even if the kernel is [V, D]: a [V, D] product would transpose the
   # logits of every chunk.
   shape = kernel.shape[::-1] if tied else kernel.shape
-  # Each group of devices has its own sum.
+  # Each group of devices has a separate sum.
   d_kernel_zero = jnp.zeros((groups, *shape), jnp.float32)
   if groups > 1:
     d_kernel_zero = jax.lax.with_sharding_constraint(d_kernel_zero, sharding)
@@ -210,7 +211,7 @@ _logprobs.defvjp(_forward, _backward)
 
 
 def _gathered(kernel, dtype, tied, sharding):
-  """Gathers the kernel, except along the vocabulary, for all chunks."""
+  """Gathers the kernel for all chunks, except along the vocabulary."""
   if sharding is None:
     return kernel
   *_, vocabulary = sharding.spec
@@ -220,22 +221,22 @@ def _gathered(kernel, dtype, tied, sharding):
 
 
 def _groups(rows, sharding):
-  """Returns the number of groups of devices among which rows are split."""
+  """Returns the number of groups of devices that rows are split among."""
   groups = context.num_shards(sharding, 0)
   return 1 if rows % groups else groups
 
 
 def _loss_first(hidden, targets, mask, chunk):
-  """Sorts each row with its loss positions first.
+  """Sorts each row so that its loss positions come first.
 
-  Returns the order, in whole chunks, the number of chunks with a loss position,
-  and the sorted hidden states and targets.
+  Returns the order, padded to whole chunks, the number of chunks with a loss
+  position, and the sorted hidden states and targets.
   """
   order = jnp.argsort(~mask, axis=1, stable=True)
   order = context.pad(order, 1, chunk, mask.shape[1])
   longest = jnp.max(jnp.sum(mask, axis=1, dtype=jnp.int32))
   count = (longest + chunk - 1) // chunk
-  # A NaN outside the mask would spoil the kernel's gradient.
+  # A NaN outside the mask would turn the kernel's gradient into NaN.
   hidden = jnp.where(mask[..., None], hidden, 0)
   return order, count, _take(hidden, order), _take(targets, order)
 
@@ -246,7 +247,7 @@ def _take(x, index):
 
 
 def _restore(x, order, mask):
-  """Undoes `_take` of an order."""
+  """Undoes `_take` with this order."""
   return _take(x, jnp.argsort(order, axis=1)[:, : mask.shape[1]])
 
 

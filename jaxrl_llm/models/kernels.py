@@ -1,9 +1,9 @@
 """Attention backends: plain XLA, or Pallas kernels on TPUs and GPUs.
 
-Trainer and sampler use the same backend. A backend is made for a kind of
-attention and has its own functions for everything that reads or writes the KV
-cache of a layer, so that it chooses the layout of the cache. Callers assign
-pages to slots (`BlockTables`).
+Trainer and sampler use the same backend. A backend implements a kind of
+attention, with all functions that read or write the KV cache of a layer, so it
+can choose the layout of the cache. Callers assign pages to slots
+(`BlockTables`).
 """
 
 import functools
@@ -28,54 +28,54 @@ _MODULES = {  # Kernels by platform.
 
 
 class PackedAttention(NamedTuple):
-  """Attention of training, on packed rows."""
+  """Attention on packed rows, for training."""
 
   # (q [R,C,H,d], k [R,C,K,d], v, segments [R,C], prefixes [R,C])
   #  -> [R,C,H,d]; see `attention.packed_attention`.
   attend: Callable[..., jax.Array]
-  # Whether it supports prefixes, with which samples share one prompt; otherwise
-  # each sample has a copy.
+  # Whether `attend` supports prefixes, so that samples share one copy of their
+  # prompt; otherwise each sample has its own copy.
   sees_prefixes: bool
 
 
 class Kernels(NamedTuple):
-  """Attention on the KV cache of a layer: paged for decode, else contiguous.
+  """Attention on a layer's KV cache: paged for decode, contiguous for prefill.
 
   H query heads of size d share K heads of keys and values.
   """
 
   # Sharding of the arrays of a paged layer; None: one device.
   kv_sharding: NamedSharding | None
-  # Whether several slots may read one page, for sequences with equal prefixes.
+  # Whether several slots may read the same page of a shared prefix.
   shares_pages: bool
   # (shards, pages, page_size, dtype) -> a paged layer of zeros, see `kv_cache`.
   init_paged: Callable[..., Any]
   # (sequences, length, dtype) -> a contiguous layer of zeros, for prefill.
   init_contiguous: Callable[..., Any]
   # (paged layer, k [S,Q,K,d], v, BlockTables, positions [S,Q], writing [S,Q])
-  #  -> the updated layer; tokens that are not written leave no trace.
+  #  -> the updated layer; tokens where `writing` is False change nothing.
   write_paged: Callable[..., Any]
   # (q [S,Q,H,d], paged layer, BlockTables, positions [S,Q]) -> [S,Q,H,d]: a
-  #  query sees its own position and those before; 0 for a slot without pages.
+  #  query attends to its own and earlier positions; 0 for a slot without pages.
   #  Positions of a slot are consecutive.
   paged_attention: Callable[..., jax.Array]
-  # (contiguous layer, k [N,Q,K,d], v, start) -> the layer updated from
-  #  position start on; start and the sequences' length are multiples of Q.
+  # (contiguous layer, k [N,Q,K,d], v, start) -> the layer, updated from
+  #  position `start` on; `start` and the sequence length are multiples of Q.
   write_contiguous: Callable[..., Any]
-  # (q [N,Q,H,d], contiguous layer, start) -> [N,Q,H,d], likewise causal.
+  # (q [N,Q,H,d], contiguous layer, start) -> [N,Q,H,d], also causal.
   prefill_attention: Callable[..., jax.Array]
 
 
 class Backend(NamedTuple):
-  """Makes the attention of a model, for each of its kinds."""
+  """Makes the attention functions for each kind of attention in a model."""
 
-  # (kind) -> why it is not supported, or ''.
+  # (kind) -> reason why the kind is not supported, or ''.
   refusal: Callable[[AttentionKind], str]
-  # (kind, sharding=sharding of keys [R, C, K, d]) -> attention of training.
+  # (kind, sharding=sharding of keys [R, C, K, d]) -> attention for training.
   make_packed_attention: Callable[..., PackedAttention]
   # (kind, sharding=sharding of slots, and of KV heads if it has a second axis,
-  #  kv_block=tokens per block of a kernel for pages, 0: chosen by shape)
-  #  -> attention of a sampler. Without a sharding there is one device.
+  #  kv_block=tokens per block of a paged kernel, 0: chosen by shape)
+  #  -> attention for sampling. A sharding of None means one device.
   make_kernels: Callable[..., Kernels]
 
 
@@ -84,14 +84,14 @@ def choose(
   kinds: Iterable[AttentionKind],
   sharding: NamedSharding | None = None,
 ) -> Backend:
-  """Returns the backend that all kinds of a model can have.
+  """Returns the backend for all kinds of attention in a model.
 
-  Layers of one KV cache need one layout, and so one backend.
+  All layers of a KV cache have the same layout, and so the same backend.
 
   Args:
     name: 'xla', which runs everywhere; 'pallas', kernels for TPUs or GPUs;
       'auto', 'pallas' if it supports model and devices, otherwise 'xla'.
-    kinds: the kinds of attention.
+    kinds: kinds of attention in the model.
     sharding: a sharding over the devices; None: one device.
 
   Raises:
@@ -103,7 +103,7 @@ def choose(
   platform = "" if name == "xla" else platform_of(sharding)
   if name == "xla" or (name == "auto" and platform not in _MODULES):
     return XLA
-  reason = f"needs a TPU or a GPU, and the devices are {platform}"
+  reason = f"needs a TPU or a GPU, but the devices are {platform}"
   if platform in _MODULES:
     # Pallas is slow to import, and plain XLA does not need it.
     pallas = importlib.import_module(_MODULES[platform]).PALLAS
@@ -112,7 +112,7 @@ def choose(
       return pallas
   if name == "pallas":
     raise InputError(f"kernels='pallas' {reason}; use 'auto' or 'xla'")
-  warnings.warn(f"kernels are 'xla': 'pallas' {reason}", stacklevel=3)
+  warnings.warn(f"using kernels='xla': 'pallas' {reason}", stacklevel=3)
   return XLA
 
 
@@ -126,7 +126,7 @@ def platform_of(sharding: NamedSharding | None) -> str:
 def layer_sharding(
   sharding: NamedSharding | None, *, heads_axis: int
 ) -> NamedSharding | None:
-  """Sharding of arrays [D, ...] whose KV heads are on a later axis."""
+  """Returns the sharding of arrays [D, ...] with KV heads on a later axis."""
   if sharding is None:
     return None
   slots, *heads = sharding.spec
@@ -137,9 +137,9 @@ def layer_sharding(
 def on_devices(function, sharding, like, *arguments):
   """Maps a function over devices; `like` is an array with its result's axes.
 
-  The first axis (shards, sequences or slots) and the heads, the last axis but
-  one, stay on their devices: by itself, XLA would gather all pages in every
-  step. A first axis that the devices do not divide is replicated.
+  The first axis (shards, sequences or slots) and the heads, the second to last
+  axis, stay on their devices: on its own, XLA would gather all pages in every
+  step. A first axis that is not divisible by its devices is replicated.
   """
   if sharding is None:
     return function(*arguments)
@@ -165,19 +165,19 @@ def make_interleaved(
   check: Callable[..., None],
   sharding: NamedSharding | None,
 ) -> Kernels:
-  """Makes a backend with a token's keys and values in one place.
+  """Makes a backend that stores keys and values of a token next to each other.
 
   A layer is one array, [D, P, page_size, 2K, d] if paged and [N, T, 2K, d] if
   contiguous, in which the value of each head follows its key.
 
   Args:
-    heads: KV heads on a device; missing ones are zero.
-    size: numbers per head; missing ones are zero.
+    heads: KV heads on a device, padded with zeros.
+    size: head dimension, padded with zeros.
     attend_paged: (paged layer, q [S,Q,H,d], page_indices [S,N],
       positions [S,Q]) -> [S,Q,H,d], on one device.
     attend_contiguous: (contiguous layer, q [N,Q,H,d], position of the first
       query) -> [N,Q,H,d], on one device.
-    check: raises if it does not support a paged layer of a shape and dtype.
+    check: raises if the shape and dtype of a paged layer are not supported.
     sharding: as in `Backend`.
   """
   entry = (2 * heads * context.num_shards(sharding, 1), size)
@@ -229,7 +229,7 @@ def make_interleaved(
 def make_packed_xla(
   kind: AttentionKind, *, sharding: NamedSharding | None
 ) -> PackedAttention:
-  """Makes attention of packed rows in plain XLA."""
+  """Makes attention on packed rows in plain XLA."""
   attend = functools.partial(
     attention.packed_attention, sharding=sharding, window=kind.window
   )
@@ -245,9 +245,9 @@ def make_xla(
   """Makes the XLA backend, with keys [..., K, d, T] and values [..., K, T, d].
 
   With tokens last, the product of a query with its keys reads memory in order:
-  on a CPU, decode attention took half the time of keys [..., T, d].
+  on a CPU, decode attention took half as long as with keys [..., T, d].
   """
-  del kv_block  # XLA chooses its own blocks.
+  del kv_block  # XLA chooses the blocks.
   heads, size = kind.num_kv_heads, kind.head_dim
 
   def zeros(*shape, dtype):
@@ -265,7 +265,7 @@ def make_xla(
     return zeros(sequences, length, dtype=dtype)
 
   def attend(q, layer, *arguments):
-    # No product reads floats of eight bits.
+    # Matrix products do not support 8-bit floats.
     wide = lambda x: x.astype(q.dtype) if x.dtype.itemsize == 1 else x
     layer = jax.tree.map(wide, layer)
     return paged_attention.paged_attention(

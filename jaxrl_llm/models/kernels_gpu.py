@@ -3,26 +3,27 @@
 Training uses flash attention on packed rows, which skips the blocks of other
 samples (`flash_gpu`).
 
-Samples share their prompt, except in models with sliding windows. G responses
-of L tokens to a prompt of P tokens take P + G L tokens through all layers,
-where copies of the prompt take G (P + L): 31 % less for P = 100, L = 200,
+Samples share their prompt, except in models with sliding windows. For G
+responses of L tokens to a prompt of P tokens, layers process P + G L tokens
+instead of G (P + L) with copies of the prompt: 31 % less for P = 100, L = 200,
 G = 16, and 6 % less for P = 512, L = 8,192, in FLOPs and in bytes. Prefixes
-cost a comparison per score.
+cost one comparison per score.
 
-The sampler has keys and values in one array, [D, P, page_size, 2K, d] if paged
-and [N, T, 2K, d] if contiguous, in which the value of each head follows its
-key. Decoding reads the pages of a slot through its block table, from the first
-one in its window on, in partitions of a fixed number of tokens, which a second
-kernel merges in order: the result of a slot depends neither on other slots nor
-on where its pages lie. Prefill uses the forward kernel of training.
+The sampler keeps keys and values in one array, [D, P, page_size, 2K, d] if
+paged and [N, T, 2K, d] if contiguous, in which the value of each head follows
+its key. Decoding reads the pages of a slot through its block table, starting
+with the first page in its window, in partitions of a fixed number of tokens; a
+second kernel merges them in order. The result of a slot depends neither on
+other slots nor on the placement of its pages. Prefill uses the forward kernel
+of training.
 
-JAX has kernels for the same purpose, in `jax.experimental.pallas.ops.gpu`. Its
-`mha` skips key blocks by causality alone and needs a copy of the keys for every
-query head; its `paged_attention` takes one query per slot.
+JAX has similar kernels in `jax.experimental.pallas.ops.gpu`. Its `mha` skips
+key blocks only by causality and needs a copy of the keys for every query head;
+its `paged_attention` takes one query per slot.
 
-Products of float32 follow `jax_default_matmul_precision`, as others do.
+Products in float32 follow `jax_default_matmul_precision`, as elsewhere.
 
-Reference: the partitions are those of Flash-Decoding (Dao et al. 2023).
+Reference: partitions as in Flash-Decoding (Dao et al. 2023).
 """
 
 import functools
@@ -46,15 +47,15 @@ from jaxrl_llm.models.kernels import (
 from jaxrl_llm.models.layers import AttentionKind
 
 _HEAD_DIMS = (16, 32, 64, 128, 256)
-# Decoding: least tokens of a partition, and most partitions of a sequence.
+# Decoding: minimum tokens per partition, and maximum partitions per sequence.
 _PARTITION, _MAX_PARTITIONS = 512, 32
-_MAX_SIZE = 2**31  # Numbers of an array: offsets in kernels have 32 bits.
+_MAX_SIZE = 2**31  # Elements of an array: offsets in kernels have 32 bits.
 
 
 def refusal(kind: AttentionKind) -> str:
   """Returns why the kernels do not support a model, or '' if they do."""
   if kind.head_dim not in _HEAD_DIMS:
-    return f"needs head_dim in {_HEAD_DIMS}, and the model has {kind.head_dim}"
+    return f"needs head_dim in {_HEAD_DIMS}, but the model has {kind.head_dim}"
   return ""
 
 
@@ -81,19 +82,19 @@ def make_packed_attention(
 def make_pallas(
   kind: AttentionKind, *, sharding: NamedSharding | None, kv_block: int = 0
 ) -> Kernels:
-  """Makes the backend of a sampler.
+  """Makes the attention of a sampler.
 
   Args:
     kind: the kind of attention.
-    sharding, kv_block: as in `Backend`; a block is a partition of the next
-      power of two, by default 512 tokens, or more in sequences over 16,384.
+    sharding, kv_block: as in `Backend`; a block is a partition, rounded up to a
+      power of two: by default 512 tokens, or more in sequences over 16,384.
   """
   parts = context.num_shards(sharding, 1)
 
   def check(shape, _):
     if math.prod(shape) >= _MAX_SIZE * parts * context.num_shards(sharding, 0):
       raise InputError(
-        f"kernels='pallas' supports less than {_MAX_SIZE:,} numbers in the KV"
+        f"kernels='pallas' supports fewer than {_MAX_SIZE:,} elements in the KV"
         " cache of a layer on one GPU; reduce sampler.kv_pages"
       )
 
@@ -107,7 +108,7 @@ def make_pallas(
 
 
 def _prefill(layer, q, start, *, window):
-  """Attends causally to contiguous sequences, on one device.
+  """Computes causal attention to contiguous sequences, on one device.
 
   Args:
     layer: [N, T, 2K, d].
@@ -116,7 +117,7 @@ def _prefill(layer, q, start, *, window):
     window: as in `attention.packed_attention`.
   """
   index = start + jax.lax.broadcasted_iota(jnp.int32, q.shape[:2], 1)
-  one = jnp.zeros_like(index)  # All tokens are of one segment.
+  one = jnp.zeros_like(index)  # All tokens belong to one segment.
   queries = jnp.stack([index, one, one], 1)
   keys = jnp.zeros(layer.shape[:2], jnp.int32)
   return flash_gpu.attend(
@@ -125,7 +126,7 @@ def _prefill(layer, q, start, *, window):
 
 
 def _decode(layer, q, page_indices, positions, *, window, kv_block):
-  """Attends to the pages of each slot, on one device.
+  """Computes attention to the pages of each slot, on one device.
 
   Args:
     layer: [D, P, page_size, 2K, d].
@@ -142,8 +143,8 @@ def _decode(layer, q, page_indices, positions, *, window, kv_block):
   partition = max(16, pl.next_power_of_2(kv_block or max(_PARTITION, least)))
   partitions = pl.cdiv(length, partition)
   rows = flash_gpu.block_size(q, queries // kv_heads)
-  # The tokens of a slot that its queries see, none without pages. Draft tokens
-  # may lie beyond the longest sequence.
+  # Range of the tokens that a slot's queries attend to; empty without pages.
+  # Draft tokens may lie beyond the longest sequence.
   ends = jnp.minimum(positions[:, -1] + 1, length)
   ends = jnp.where(page_indices[:, 0] < pages, ends, 0)
   starts = jnp.zeros_like(ends)
@@ -173,7 +174,7 @@ def _decode_partition(partition, rows, window, arrays, out_ref, lse_ref):
   block, part, head, slot = (pl.program_id(i) for i in range(4))
   shards, pages, page_size, kv_heads, size = layer_ref.shape
   group = q_ref.shape[1] // positions_ref.shape[1] // (kv_heads // 2)
-  # Rows are the queries of a KV head, those of one token after another.
+  # Rows are the queries of a KV head, token by token.
   row = block * rows + jnp.arange(rows)
   query, member = flash_gpu.div(row, group), flash_gpu.rem(row, group)
   present = query < positions_ref.shape[1]
@@ -195,7 +196,7 @@ def _decode_partition(partition, rows, window, arrays, out_ref, lse_ref):
       place = begin + i * keys + jnp.arange(keys)
       page = pages_ref.at[slot, flash_gpu.div(place, page_size)]
       page = triton.load(page, mask=place < end, other=pages)
-      # There may be no page for draft tokens that cannot be accepted.
+      # Draft tokens that cannot be accepted may have no page.
       held, within = page < pages, flash_gpu.rem(place, page_size)
       visible = in_reach(place[None], position[:, None], window) & held[None]
       token = shard, page[:, None], within[:, None]

@@ -1,16 +1,16 @@
 """Attention with JAX's Pallas kernels for TPUs.
 
-Training uses splash attention, which skips blocks of scores: those after the
-queries, those before their windows, and those whose queries and keys are of
-different segments. It supports segments but not prefixes, so that every sample
-has its own copy of the prompt, which costs little for long responses.
+Training uses splash attention, which skips blocks of scores after the queries,
+before their windows, and between different segments. It supports segments but
+not prefixes, so every sample has its own copy of the prompt, which costs little
+for long responses.
 
 The sampler uses ragged paged attention. The KV cache of a layer is one array,
 [D, P, page_size, 2K, d] if paged and [N, T, 2K, d] if contiguous, in which the
-value of each head follows its key. A slot reads its own pages, from the first
-one in its window up to its length, so that time is proportional to the sum of
-lengths. Prefill uses the same kernel on consecutive pages: a chunk sees what
-was written before it.
+value of each head follows its key. A slot reads only its own pages, from the
+first page in its window up to its length, so the time is proportional to the
+sum of lengths. Prefill uses the same kernel on consecutive pages: a chunk
+attends to all tokens written before it.
 
 Unsupported sizes are padded with zeros: KV heads to 1, 2, 4 or a multiple of 8,
 and d to a multiple of 128, the width of a register.
@@ -41,7 +41,7 @@ from jaxrl_llm.models.layers import AttentionKind
 _LANES = 128  # Lanes of a vector register.
 _MIN_HEAD_DIM = 64  # Smaller heads would be more than half padding.
 # Block sizes of ragged paged attention: tokens of the KV cache, and queries in
-# decode and prefill. They fit in memory; none have been timed on a TPU.
+# decode and prefill. They fit in memory but have not been timed on a TPU.
 _KV_BLOCK = 512
 _DECODE_QUERIES, _PREFILL_QUERIES = 8, 32
 _ROW_BLOCK = 512  # Block size of splash attention, of queries and keys.
@@ -51,14 +51,14 @@ def refusal(kind: AttentionKind) -> str:
   """Returns why the kernels do not support a model, or '' if they do."""
   size = kind.head_dim
   if size < _MIN_HEAD_DIM:
-    return f"needs head_dim >= {_MIN_HEAD_DIM}, and the model has {size}"
+    return f"needs head_dim >= {_MIN_HEAD_DIM}, but the model has {size}"
   return ""
 
 
 def make_packed_attention(
   kind: AttentionKind, *, sharding: NamedSharding | None
 ) -> PackedAttention:
-  """Makes causal splash attention within the segments of packed rows.
+  """Makes causal splash attention within segments of packed rows.
 
   Args:
     kind: the kind of attention.
@@ -73,12 +73,12 @@ def make_packed_attention(
     length, time = q.shape[1], q.shape[1] // parts
     block = min(_ROW_BLOCK, -(-time // _LANES) * _LANES)
     size = lambda tokens: -(-tokens // block) * block
-    # Padding is its own segment, 0.
+    # Padding is a segment of its own, 0.
     padded = lambda x: context.pad(context.pad(x, 1, block), 3, _LANES)
 
     def on_device(attend, q, k, v, segments):
-      # Falling from sample to sample and then to padding, so that a block's
-      # segments are those between its first and its last one.
+      # Numbers decrease from sample to sample and then to padding, so that the
+      # segments of a block lie between its first and its last number.
       segments = jnp.where(segments > 0, length + 2 - segments, 1)
       keys = (context.gather(x, sharding) for x in (k, v, segments))
       k, v, key_segments = map(padded, keys)
@@ -111,14 +111,14 @@ def make_packed_attention(
 
 
 def _attend_row(attend, q, k, v, segments):
-  """Attends within one row, skipping blocks without a common segment.
+  """Computes attention in one row, skipping blocks without a common segment.
 
   Args:
     attend: the kernel, `splash.SplashAttentionKernel`.
     q: [Q, H, d].
     k: [T, K, d].
     v: [T, K, d].
-    segments: of queries, [Q], and of keys, [T].
+    segments: segments of the queries, [Q], and of the keys, [T].
   """
   where = segments, attend.kwargs["block_sizes"].block_q
   own = type(attend)(
@@ -132,27 +132,27 @@ def _attend_row(attend, q, k, v, segments):
 
 
 def _skip_blocks(info, segments, block, *, by_keys=False):
-  """Removes the blocks without a common segment from a mask.
+  """Removes blocks without a common segment from a mask.
 
   Args:
     info: the mask; its arrays are [1, blocks of queries, visits] or, if
       `by_keys`, [1, visits, blocks of keys].
-    segments: of queries, [Q], and of keys, [T].
+    segments: segments of the queries, [Q], and of the keys, [T].
     block: queries and keys per block.
-    by_keys: whether the kernel visits queries for a block of keys, and not keys
-      for a block of queries.
+    by_keys: whether the kernel visits query blocks for each block of keys,
+      instead of key blocks for each block of queries.
   """
   axis = 1 if by_keys else 2
   q, k = (x.reshape(-1, block) for x in segments)
   own, visited = (k, q) if by_keys else (q, k)
   own = jnp.expand_dims(own, (0, axis))
-  # Visits are counted in the mask's own grid, which a window makes smaller.
+  # Visits are indices of the mask's grid, which is smaller with a window.
   number = info.data_next.astype(jnp.int32)
   shared = own.min(axis=3) <= visited.max(axis=1)[number]
   shared &= visited.min(axis=1)[number] <= own.max(axis=3)
   block_mask = jnp.where(shared, info.block_mask, 0)
-  # A skipped block prefetches the next visited one; after the last one, the
-  # first one again, with which the next head or a neighbouring block begins.
+  # A skipped block prefetches the next visited block; after the last one, the
+  # first one, where the next head or a neighboring block starts.
   size = block_mask.shape[axis]
   index = jax.lax.broadcasted_iota(jnp.int32, block_mask.shape, axis)
   index = jnp.where(block_mask > 0, index, size)
@@ -168,12 +168,12 @@ def _skip_blocks(info, segments, block, *, by_keys=False):
 def make_pallas(
   kind: AttentionKind, *, sharding: NamedSharding | None, kv_block: int = 0
 ) -> Kernels:
-  """Makes the backend of a sampler.
+  """Makes the attention of a sampler.
 
   Args:
     kind: the kind of attention.
-    sharding, kv_block: as in `Backend`; whole pages of at most `kv_block`
-      tokens are a block, by default 512.
+    sharding, kv_block: as in `Backend`; a block consists of whole pages with at
+      most `kv_block` tokens in total, by default 512.
   """
   parts = context.num_shards(sharding, 1)
   heads, size = kind.num_kv_heads // parts, kind.head_dim  # On one device.
@@ -182,8 +182,9 @@ def make_pallas(
   def check(shape, dtype):
     if dtype.itemsize == 1 and padded[0] == 1:
       raise InputError(
-        f"a cache of {dtype} needs two KV heads on a device, and the model has"
-        f" {kind.num_kv_heads} on {parts} devices: lower sampler.mesh.tensor"
+        f"a KV cache of {dtype} needs two KV heads per device, but the model"
+        f" has {kind.num_kv_heads} on {parts} devices: lower"
+        " sampler.mesh.tensor"
       )
 
   def attend(function, layer, q, *arguments):
@@ -203,13 +204,15 @@ def make_pallas(
 
 
 def _attend_contiguous(layer, q, start, **settings):
-  """Attends to contiguous sequences, as consecutive pages of Q tokens.
+  """Computes attention to contiguous sequences as consecutive pages.
+
+  A page has Q tokens.
 
   Args:
     layer: [N, T, 2K, d]; Q divides T.
     q: [N, Q, H, d].
     start: int32 scalar, position of the first query.
-    **settings: of `_attend_paged`.
+    **settings: further arguments of `_attend_paged`.
   """
   pages = layer.reshape(1, -1, q.shape[1], *layer.shape[2:])
   page_indices = jnp.arange(pages.shape[1], dtype=jnp.int32)
@@ -221,14 +224,14 @@ def _attend_contiguous(layer, q, start, **settings):
 def _attend_paged(
   layer, q, page_indices, positions, *, scale, window, kv_block
 ):
-  """Attends to the pages of each slot, on one device.
+  """Computes attention to the pages of each slot, on one device.
 
   Args:
     layer: [D, P, page_size, 2K, d].
     q: [S, Q, H, d].
     page_indices: int32 [S, N].
     positions: int32 [S, Q]; only the last one is read.
-    scale: of the scores.
+    scale: factor of the scores.
     window: as in `attention.packed_attention`.
     kv_block: as in `make_pallas`.
   """
@@ -243,13 +246,13 @@ def _attend_paged(
   page_indices = jnp.minimum(page_indices, held_pages - 1)
   page_indices += shard[:, None] * held_pages
   if window is not None:
-    # The kernel masks what lies before the window, but would read it.
+    # The kernel masks tokens before the window, but would still read them.
     first = jnp.maximum(lengths - queries + 1 - window, 0) // page_size
     most = -(-(window + queries - 2) // page_size) + 1
     index = jnp.arange(min(most, page_indices.shape[1]))[None] + first[:, None]
     page_indices = jnp.take_along_axis(page_indices, index, 1, mode="clip")
     lengths -= first * page_size
-  scale_kv = 1.0 if pages.dtype.itemsize == 1 else None  # Converts them, too.
+  scale_kv = 1.0 if pages.dtype.itemsize == 1 else None  # Needed to cast.
   out = ragged.ragged_paged_attention(
     q.reshape(-1, *q.shape[2:]),
     pages,
@@ -273,7 +276,7 @@ def _attend_paged(
 
 
 def _padded_heads(heads):
-  """Returns the next number of heads that fills whole registers."""
+  """Rounds a number of heads up to one that fills whole registers."""
   return next((n for n in (1, 2, 4) if n >= heads), -(-heads // 8) * 8)
 
 

@@ -13,13 +13,13 @@ from jaxrl_llm.models.kv_cache import BlockTables
 from jaxrl_llm.models.numerics import einsum
 
 # A layer's pages are split into several arrays, so that a call reads only the
-# first ones, up to its last page. They end after k / 16 of the pages, each k.
+# arrays up to its last page. They end at k / 16 of the pages, for each k.
 _PREFIXES = (1, 2, 4, 8, 12, 16)
 _MIN_SEGMENT = 32  # Pages.
 
 # Keys [D, p, K, d, page_size] and values [D, p, K, page_size, d] of p pages.
 Segment = tuple[jax.Array, jax.Array]
-PagedLayer = tuple[Segment, ...]  # Its P pages in order.
+PagedLayer = tuple[Segment, ...]  # P pages in order.
 
 
 def segment_sizes(pages: int) -> list[int]:
@@ -48,7 +48,7 @@ def write_paged(
     v: [S, Q, K, d].
     block_tables: the pages of each slot, among the first P.
     positions: int32 [S, Q].
-    writing: bool [S, Q]; other tokens leave no trace.
+    writing: bool [S, Q]; tokens where it is False are not written.
   """
   shards, pages = block_tables.page_owner.shape
   page, offset = kv_cache.page_and_offset(
@@ -83,19 +83,19 @@ def paged_attention(
   *,
   window: int | None = None,
 ) -> jax.Array:
-  """Attends with Q queries per slot to the pages of that slot.
+  """Computes attention of Q queries per slot to the pages of that slot.
 
   Every page is multiplied in place by the queries of its owner, and the partial
   softmax sums of a slot are added in the order of its blocks. Nothing is
-  gathered, and the result depends neither on other slots nor on the numbers of
-  pages. Pages outside the block tables are not read.
+  gathered, and the result depends neither on other slots nor on page numbers.
+  Pages outside the block tables are not read.
 
   Args:
     q: [S, Q, H, d].
     layer: a layer with D shards of at least P pages, each with one owner.
     block_tables: the pages of each slot, as in `write_paged`.
     positions: int32 [S, Q]; a query attends to its own and earlier positions.
-    window: to how many of them; None: all.
+    window: number of these positions; None: all.
 
   Returns:
     [S, Q, H, d] in the dtype of q, 0 for slots without pages; scores and
@@ -114,9 +114,9 @@ def paged_attention(
 
 
 def _attend(q, positions, owner, start, order, segments, *, window):
-  """Attends with the S / D slots of a shard to its first P pages.
+  """Computes attention of the S / D slots of a shard to its first P pages.
 
-  Only the products are made per segment, which keeps the program small.
+  Only the products are computed per segment, which keeps the program small.
 
   Args:
     q: [S / D, K, G·Q, d].

@@ -1,9 +1,9 @@
-"""Choosing the next token: temperature, top-k, top-p, min-p as arrays.
+"""Chooses next tokens, with temperature, top-k, top-p and min-p as arrays.
 
 The draw inverts the cumulative distribution, in two levels (blocks, then one
 block), which costs one pass over the vocabulary instead of one random number
 per entry. Top-k and top-p find their probability threshold by bisection over
-the bit pattern of a float, so that nothing is ever sorted.
+the bit pattern of a float, so nothing is sorted.
 """
 
 import functools
@@ -21,11 +21,11 @@ from jaxrl_llm.sampling.processors import Distribution
 _MIN_BLOCK, _BLOCK = 64, 256
 _LANES = 128  # Lanes of a vector register of a TPU.
 _BITS_OF_ONE = 0x3F800000  # The bits of 1.0 in float32.
-_COLD = 1e-30  # Temperature at which all but the most probable have no weight.
+_COLD = 1e-30  # Temperature at which only the most probable tokens have weight.
 
 
 class Choice(NamedTuple):
-  """A token per slot, and its log-prob where it was drawn from."""
+  """A token per slot, and its log-prob under the sampling distribution."""
 
   tokens: jax.Array  # int32 [S].
   logprobs: jax.Array  # float32 [S].
@@ -38,31 +38,31 @@ def choose(
   given: chex.Array | None = None,
   sharding: NamedSharding | None = None,
 ) -> Choice:
-  """Draws one token per slot from the filtered, tempered softmax.
+  """Draws one token per slot from the softmax after temperature and filters.
 
-  Filters apply in the order top-k, top-p (of what top-k left), min-p; entries
-  that tie with the last one kept are kept too. All settings are arrays: a new
-  value never compiles anything, and filters that no slot uses cost nothing.
+  Filters apply in the order top-k, top-p (of the mass left by top-k), min-p;
+  ties with the last kept entry are also kept. All settings are arrays: a new
+  value never recompiles, and filters that no slot uses cost nothing.
 
   Args:
     uniform: float32 [S] in [0, 1), one number per slot.
     distribution: logits and settings of the slots.
-    given: int32 [S], tokens to take instead of a draw; -1 means none.
+    given: int32 [S], tokens to use instead of drawing; -1 draws a token.
     sharding: sharding of slots; None: one device.
 
   Returns:
-    `Choice`. The log-prob of a greedy slot is 0: it has no other token. If no
-    token has a probability (logits of NaN, or all of them -inf), the token is
-    negative.
+    `Choice`. The log-prob of a greedy slot is 0, as its token has probability
+    1. If no token has a probability (logits of NaN, or all of them -inf), the
+    token is negative.
   """
   logits, temperature, top_k, top_p, min_p = distribution
   chex.assert_rank([uniform, logits], [1, 2])
   chex.assert_equal_shape([uniform, temperature, top_k, top_p, min_p])
   greedy = temperature <= 0
   scale = jnp.where(greedy, _COLD, temperature)[:, None]
-  uniform = jnp.where(greedy, 0.0, uniform)  # The first of equal ones.
+  uniform = jnp.where(greedy, 0.0, uniform)  # Ties: the first token.
   logits = logits.astype(jnp.float32)
-  # The maximum goes first: a tiny temperature must not divide it to infinity.
+  # Subtract the maximum before a tiny temperature can make it overflow.
   below = logits - jnp.max(logits, axis=-1, keepdims=True)
   weights = jnp.exp(below / scale)
   weights = jax.lax.platform_dependent(
@@ -79,7 +79,7 @@ def choose(
 
 
 def _invert_cdf(uniform, weights):
-  """First entry whose cumulative weight exceeds uniform · total."""
+  """Returns the first entry whose cumulative weight exceeds uniform · total."""
   slots, size = weights.shape
   block = _block_size(size)
   if size % block:
@@ -98,9 +98,9 @@ def _invert_cdf(uniform, weights):
 
 
 def _block_size(size):
-  """Returns a divisor of the vocabulary if it has one of a suitable size.
+  """Returns a divisor of the vocabulary size in a suitable range, if any.
 
-  Otherwise the weights of the vocabulary are copied, to pad the last block.
+  Without one, padding the last block copies all weights.
   """
   if size <= _BLOCK:
     return size
@@ -110,16 +110,16 @@ def _block_size(size):
 
 
 def _first_above(ends, weights, target):
-  """Index of the first end above target, the last positive one at most.
+  """Returns the index of the first end above target, among positive weights.
 
-  Rounding can leave every end at or below the target; an entry of weight 0 must
-  not be chosen even then.
+  Rounding can leave every end at or below the target; even then an entry of
+  weight 0 must not be chosen.
   """
   size = weights.shape[-1]
   index = jnp.sum(ends <= target[:, None], axis=-1)
   positive = jnp.where(weights > 0, jnp.arange(size)[None], -1)
   index = jnp.minimum(index, jnp.max(positive, axis=-1))
-  # A weight of 0 at the index itself can only follow from rounding too.
+  # A weight of 0 at this index can also only come from rounding.
   after = jnp.where(positive >= index[:, None], positive, size)
   return jnp.min(after, axis=-1)
 
@@ -151,13 +151,13 @@ def bound(
   top_k: jax.Array,
   top_p: jax.Array,
 ) -> jax.Array:
-  """Returns the least weight that top-k, and then top-p, keep.
+  """Returns the smallest weight that top-k, and then top-p, keep.
 
   Args:
-    total: sums a function of the weights, 1 at most, over the vocabulary.
-    size: of the vocabulary.
-    top_k: as in `Distribution`; of the shape of a sum.
-    top_p: likewise.
+    total: sums a function of the weights, at most 1, over the vocabulary.
+    size: size of the vocabulary.
+    top_k: as in `Distribution`, in the shape of a sum.
+    top_p: as in `Distribution`, in the shape of a sum.
   """
   k = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)
   count = lambda t: total(lambda w: jnp.where(w >= t, 1.0, 0.0))
@@ -165,15 +165,15 @@ def bound(
   above = lambda t: total(lambda w: jnp.where(w >= t, w, 0.0))
   mass = top_p * above(by_k)
   by_p = _threshold(top_p.shape, lambda t: above(jnp.maximum(t, by_k)) >= mass)
-  # top_p 1 keeps all: rounding of the mass must not drop the smallest ones.
+  # top_p=1 keeps all: rounding of the mass must not drop the smallest weights.
   return jnp.where(top_p < 1, jnp.maximum(by_k, by_p), by_k)
 
 
 def _threshold(shape, enough):
-  """Largest float t in [0, 1] with enough(t), by bisection over its bits.
+  """Returns the largest float t in [0, 1] with enough(t).
 
-  Non-negative floats are ordered like their bit patterns, so 30 halvings find
-  the exact value; `enough` is monotone, true at 0.
+  Non-negative floats are ordered like their bit patterns, so 30 bisections find
+  the exact value; `enough` is monotone and true at 0.
   """
   as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
   low = jnp.zeros(shape, jnp.int32)

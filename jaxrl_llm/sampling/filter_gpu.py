@@ -1,8 +1,7 @@
-"""Bounds of top-k and top-p by a Pallas kernel for GPUs.
+"""Thresholds of top-k and top-p with a Pallas kernel for GPUs.
 
-On a GPU, a branch of a program waits for the host to read its predicate. Here
-each slot decides by itself, inside of a kernel, whether it searches for its
-bound.
+On a GPU, a conditional waits until the host has read its predicate. Here each
+slot decides inside a kernel whether to search for its threshold.
 """
 
 import jax
@@ -15,7 +14,7 @@ from jaxrl_llm.models import kernels
 from jaxrl_llm.models.flash_gpu import pallas_call
 from jaxrl_llm.sampling import choose
 
-_CHUNK, _WARPS = 4096, 8  # Entries of the vocabulary at a time, by 256 threads.
+_CHUNK, _WARPS = 4096, 8  # Vocabulary entries per iteration, and warps.
 
 
 def bounds(
@@ -24,10 +23,10 @@ def bounds(
   top_p: jax.Array,
   sharding: NamedSharding | None,
 ) -> jax.Array:
-  """Returns the least weight that is kept, float32 [S, 1]; 0 if all are.
+  """Returns the smallest kept weight, float32 [S, 1]; 0 if all are kept.
 
   Args:
-    weights: float32 [S, V], 1 at most.
+    weights: float32 [S, V], at most 1.
     top_k: int32 [S], as in `Distribution`.
     top_p: float32 [S].
     sharding: sharding of slots; None: one device.

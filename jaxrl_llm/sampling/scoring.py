@@ -1,4 +1,4 @@
-"""Log-probs of given responses by the program that samples."""
+"""Log-probs of given responses, computed by the sampling program."""
 
 import dataclasses
 from typing import Any
@@ -15,17 +15,18 @@ from jaxrl_llm.types import Rollout, Status, take_rows
 def score(
   engine: Engine, params: Any, rollout: Rollout, *, settings: SamplingSettings
 ) -> np.ndarray:
-  """Scores responses by decoding their tokens instead of drawn ones.
+  """Scores responses by decoding with their tokens forced.
 
   On a CPU, log-probs of tokens that the engine drew with these parameters and
-  settings are equal to the last bit: both times the same program computed them,
-  and a row of it depends neither on other rows nor on its place.
+  settings are bitwise equal: the same program computes them, and a row depends
+  neither on other rows nor on its index.
 
   Args:
-    engine: an exact engine without requests; it forgets parameters and KV.
+    engine: an exact engine without requests; its parameters and KV cache are
+      cleared.
     params: sampler parameters (`fns.for_sampling`).
     rollout: B responses, ended or not; NumPy arrays.
-    settings: how the responses were sampled.
+    settings: settings that the responses were sampled with.
 
   Returns:
     float32 [B, T], 0 where the mask is False.

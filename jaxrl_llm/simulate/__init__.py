@@ -1,7 +1,7 @@
-"""Simulated rollouts and training: which schedule pays on which machine.
+"""Simulates rollouts and training to compare schedules on a given machine.
 
-The scheduler of the engine and the worker of real runs, with programs that
-charge a clock. Prices are an argument; times are computed, never measured.
+Runs the engine's scheduler and the worker of real runs, with programs that only
+advance a clock. Prices are an argument; times are computed, never measured.
 """
 
 from jaxrl_llm.simulate.comparison import Comparison

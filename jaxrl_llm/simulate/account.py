@@ -1,7 +1,7 @@
 """Analytic cost model: bytes, FLOPs and seconds of a large run.
 
-Numbers are per device unless a name says otherwise. Compiled programs may
-differ; scripts/compile.py prints both side by side.
+Numbers are per device unless stated otherwise. Compiled programs may differ;
+scripts/compile.py prints both side by side.
 """
 
 import math
@@ -12,20 +12,20 @@ from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.simulate.cost import Work, bound
 from jaxrl_llm.simulate.sizes import Sizes as Sizes
 
-# Program -> the model's role, and whether it is updated.
+# Program -> role of the model, and whether it is updated.
 PROGRAMS = {
   "score log-probs": ("policy", False),
   "score values": ("value", False),
   "update policy": ("policy", True),
   "update value": ("value", True),
 }
-# Bytes that a pass of attention in plain XLA moves per score, and a pass of the
-# head per logit, by programs compiled for an H100.
+# Bytes that one pass moves: of attention in plain XLA, per score, and of the
+# head, per logit; from programs compiled for an H100.
 _SCORE_BYTES, _LOGIT_BYTES = 21.0, 24.0
 
 
 def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
-  """Returns the bytes of temporaries of scoring or of an update, by kind."""
+  """Returns the bytes of temporaries in scoring or in an update, by kind."""
   model, rows, gpu = sizes.model, sizes.micro_rows(role), sizes.gpu
   tokens, split = rows * sizes.row, sizes.shards * sizes.tensor
   keys = 2 * 2 * tokens * model.num_kv_heads * model.head_dim / sizes.tensor
@@ -40,14 +40,14 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
   }
   if sizes.context > 1:
     parts["keys and values of whole rows"] = keys
-  # In bfloat16 to read, in float32 what its gradient is summed up in.
+  # A bfloat16 copy to read, and a float32 sum of its gradient.
   trained = sizes.trained(role)
   whole = update and trained == 1
   table = sizes.table / sizes.tensor * (6 if whole else 2)
   if role == "policy":
     parts["head"] = table
-  # Compilers differ: the one for GPUs casts parameters in the layers, and
-  # its head and embedding have left memory where most of it is in use.
+  # Compilers differ: the GPU compiler casts parameters within the layers, and
+  # has freed head and embedding by the time of peak memory.
   if not gpu:
     parts["parameters in bfloat16"] = 2 * sizes.parameters / split
     parts["embedding"] = table
@@ -58,15 +58,15 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
     parts["activations between layers"] = 2 * tokens * width * model.num_layers
     summed = sizes.multiplied if gpu else sizes.parameters
     parts["gradients"] = 4 * (sizes.parameters + summed) * trained / split
-    # And gradients, on TPUs all in float32.
+    # In addition their gradients, on TPUs all in float32.
     parts["activations of a layer"] *= 2 if gpu else 4
     kv = 2 * model.num_kv_heads * model.head_dim / sizes.tensor
     # Products of experts are not kept.
     mlp = 0 if sizes.experts else 2 * sizes.inner
-    # Norms and activation functions keep theirs in float32: what compiling for
-    # v5p at 32B asked for is 4.9 times the products.
+    # Norms and activation functions keep float32 intermediates: the compiler
+    # for v5p needed 4.9 times the products at 32B.
     kept = {"dots": 1, "none": 5}.get(sizes.config.model.remat_policy, 0)
-    # The compiler for GPUs keeps them in float32 (h100:1 at 1.5B).
+    # The GPU compiler keeps products in float32 (h100:1 at 1.5B).
     each = kept * (heads + kv + width + mlp) * (2 if gpu else 1)
     parts["activations within layers"] = 2 * tokens * each * model.num_layers
   return parts
@@ -81,23 +81,23 @@ def temporaries_by_program(sizes: Sizes) -> dict[str, float]:
 
 
 def passes(sizes: Sizes, role: str, *, update: bool) -> tuple[Work, ...]:
-  """Returns the work of scoring a micro-batch, or of its gradient.
+  """Returns the work of scoring a micro-batch, or of computing its gradient.
 
-  It is that of the head, if any, and then of the layers. The backward pass
-  costs two forward passes, and recomputation is added.
+  First comes the work of the head, if any, then of the layers. The backward
+  pass costs two forward passes plus recomputation.
   """
   again = {"full": 1.0, "none": 0.0}.get(
     sizes.config.model.remat_policy, sizes.attention / sizes.forward
   )
   trained = sizes.trained(role)
-  # Gradients of weights cost one of the two.
+  # Weight gradients account for one of the two.
   forwards = 2 + (trained == 1) + again if update else 1
   model, rows = sizes.model, sizes.micro_rows(role)
   attended = rows / sizes.context / sizes.head_ways
   products = 2 * sizes.padded * sizes.row * rows / sizes.context
   flops = forwards * (products / sizes.tensor + sizes.attention * attended)
   tokens = rows * sizes.row
-  # Whole rows, gathered in every forward pass and summed back.
+  # Full rows: gathered in every forward pass, gradients reduce-scattered.
   keys = sizes.kv_token * tokens / sizes.tensor
   tokens /= sizes.context
   copies = sizes.copies / sizes.tensor
@@ -108,14 +108,14 @@ def passes(sizes: Sizes, role: str, *, update: bool) -> tuple[Work, ...]:
     heads = model.num_heads * model.num_layers
     moved += forwards * _SCORE_BYTES * sizes.pairs * heads * attended
   gathers = 1 + update
-  # On GPUs gradients are reduced into their parts, on TPUs as a whole.
+  # Gradients are reduce-scattered on GPUs, and all-reduced on TPUs.
   summed = 4 if sizes.gpu else 2 * 4
   sent = (gathers * 2 + update * summed * trained) * sizes.received
   sent += (gathers + update) * (1 - 1 / sizes.context) * keys
   ring = 2 * (sizes.tensor - 1) / sizes.tensor
   each = ring * 2 * tokens * model.hidden_size * model.num_layers
   sent += 2 * (3 if update else 1) * each
-  # The backward pass sends gradients the same way.
+  # The backward pass sends gradients in the same exchanges.
   exchanges = model.num_layers * (2 + again if update else 1)
   sent += exchanges * sizes.exchanged * tokens / sizes.tensor
   layers = Work(flops, moved, sent)
@@ -123,37 +123,37 @@ def passes(sizes: Sizes, role: str, *, update: bool) -> tuple[Work, ...]:
 
 
 def _head(sizes, rows, update, trained) -> Work:
-  """Returns the work of the vocabulary head, see `models.heads`."""
+  """Returns the work of the language model head, see `models.heads`."""
   table = sizes.table / sizes.tensor
   tokens = rows * sizes.row / sizes.context
   chunks = math.ceil(sizes.row / sizes.context / sizes.head_chunk(rows))
-  # Every chunk reads the head in bfloat16, and its backward pass does so twice
+  # Every chunk reads the head in bfloat16; its backward pass reads it twice,
   # and reads and writes the float32 gradient.
   whole = trained == 1
   moved = chunks * table * (2 + update * (2 * 2 + whole * 2 * 4))
   logits = tokens * sizes.model.vocab_size / sizes.tensor
   moved += (1 + update) * _LOGIT_BYTES * logits
-  # The backward pass computes the logits again.
+  # The backward pass recomputes the logits.
   products = 1 + update * (2 + whole)
   return Work(flops=products * 2 * table * tokens, moved=moved)
 
 
 def decoding(sizes: Sizes) -> tuple[Work, ...]:
-  """Returns the work of a decode step: products, and what is sent for them.
+  """Returns the work of a decode step: products, and their communication.
 
-  Nothing hides what is sent: it lies between one product and the next.
+  Communication is not overlapped: it takes place between products.
   """
   slots, model, simulated = sizes.slots, sizes.model, sizes.decoding
   context = sizes.prompt + simulated.position
   cached = sizes.active * context * sizes.cached_token
   weights = 2 * sizes.parameters / (sizes.shards * sizes.tensor)
-  # Matrices of experts are gathered, and not sums of parts.
+  # Expert matrices are gathered, instead of summing partial products.
   ways = sizes.shards * sizes.tensor / sizes.group
   gathered = 2 * sizes.experts / sizes.group * (1 - 1 / ways)
   moved = weights + 2 * gathered + cached / sizes.kv_ways
   flops = 2 * (sizes.multiplied + sizes.table) * slots / sizes.devices
-  # If an axis splits the width of weights, its devices' rows are gathered
-  # before attention and MLP, and their products are sums of parts in float32.
+  # If an axis shards the width of weights, the rows of its devices are gathered
+  # before attention and MLP, and float32 partial products are summed.
   group = slots * sizes.shards / sizes.slot_ways * model.num_layers
   heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
   inner = 0 if sizes.experts else model.intermediate_size
@@ -163,7 +163,7 @@ def decoding(sizes: Sizes) -> tuple[Work, ...]:
   ring = 2 * (sizes.tensor - 1) / sizes.tensor
   own = slots / sizes.slot_ways * model.num_layers
   sent += ring * 2 * 2 * own * model.hidden_size + gathered
-  # The tokens of a group are gathered, and their results summed.
+  # Tokens of an expert group are gathered, and their results are summed.
   tokens = slots / sizes.devices * model.num_layers
   sent += 2 * 2 * (sizes.group - 1) * tokens * model.hidden_size
   return Work(flops, moved), Work(sent=sent)
@@ -174,7 +174,7 @@ def work_by_program(
 ) -> dict[str, tuple[Work, ...]]:
   """Returns the work of micro-batches, and of a decode step of the sampler.
 
-  The last work of each has all that is sent.
+  The last work of each program contains all of its communication.
   """
   return {"sampler decode": decoding(sampler)} | {
     name: passes(sizes, role, update=update)
@@ -189,7 +189,7 @@ def step_seconds(
 
   Args:
     sizes: sizes of the run.
-    chip: the chip.
+    chip: chip of the devices.
     work: program -> work per micro-batch, or per decode step.
   """
   times = {"sampler decode": sizes.decoding.steps}

@@ -1,4 +1,4 @@
-"""Compares schedules of rollouts on the same requests and devices."""
+"""Compares rollout schedules on the same requests and devices."""
 
 import dataclasses
 import functools
@@ -16,14 +16,14 @@ from jaxrl_llm.simulate.runs import asynchronous, pipelined, static_batches
 
 BASELINE = "static"
 _SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)  # Fractions of devices for sampling.
-_TRIAL = 6  # Steps that find the best of them.
+_TRIAL = 6  # Steps of the trial run of each fraction.
 
 Summary = dict[str, float]  # Summary of a run by table column.
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """Schedules to compare, with the sizes of the job and the machine's prices.
+  """A comparison of schedules, for the sizes of a job and a machine's prices.
 
   Attributes:
     slots: responses decoded concurrently.
@@ -31,10 +31,10 @@ class Comparison:
     group_size: responses per prompt.
     steps: training steps; the first third is a warm-up.
     prompt_length: tokens per prompt.
-    over_provision: groups in flight per trained group, one schedule each.
+    over_provision: groups in flight per trained group; one schedule per number.
     max_staleness: maximum staleness of over-provisioned responses, in steps.
     lags: lags of runs that sample and train concurrently, in steps.
-    at_once: whether to simulate such runs.
+    at_once: whether to simulate runs that sample and train concurrently.
     price: fraction of the devices that sample while the others train -> prices;
       None: all devices alternate.
   """
@@ -51,17 +51,17 @@ class Comparison:
   price: Callable[[float | None], CostModel]
 
   def run(self, lengths: np.ndarray, window: int) -> dict[str, Summary]:
-    """Simulates every schedule; returns its summary by name.
+    """Simulates every schedule; returns summaries by name.
 
     Alternating schedules use all devices for sampling and then for training.
-    Concurrent ones divide the devices, by the best of a few fractions.
+    Concurrent schedules split the devices at the best of a few fractions.
 
     Args:
       lengths: lengths of responses in tokens, int [N, G].
       window: T-PPO's window in tokens.
 
     Raises:
-      InputError: A schedule cannot be run.
+      InputError: A schedule is invalid.
     """
     requests = Requests(np.full(len(lengths), self.prompt_length), lengths)
     longest = self.prompt_length, int(lengths.max())
@@ -89,7 +89,7 @@ class Comparison:
     }
 
   def _schedules(self, window: int) -> dict[str, RolloutSettings]:
-    """Returns the schedules that alternate, by name."""
+    """Returns the alternating schedules by name."""
     sizes = {"groups": self.groups, "group_size": self.group_size}
     whole = RolloutSettings(**sizes, in_flight=self.groups)
     windowed = dataclasses.replace(whole, window=window)
@@ -107,7 +107,7 @@ class Comparison:
     return schedules
 
   def _side_by_side(self, run, free, schedules) -> list[dict[str, Callable]]:
-    """Returns runs that sample and train at once, by name, in kinds.
+    """Returns runs that sample and train concurrently: by kind, then by name.
 
     Free-running sampling hands over a group when it ends and takes new weights
     when they arrive. It depends on the clock and is not reproducible.
@@ -127,7 +127,7 @@ class Comparison:
     ]
 
   def _summary(self, run: Callable, cost: CostModel, steps: int) -> Summary:
-    """Returns means over the steps of a run after its warm-up."""
+    """Returns means over the steps of a run after the warm-up."""
     rows = run(cost=cost, steps=steps)[steps // 3 :]
     total = {name: sum(row[name] for row in rows) for name in rows[0]}
     most = {name: max(row[name] for row in rows) for name in rows[0]}

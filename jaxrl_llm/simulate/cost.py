@@ -1,7 +1,7 @@
 """Cost models of a simulated machine, fitted or computed.
 
-Costs come from measured rows (`fit`) or from the stated numbers of makers and
-model cards by a roofline (`Rates`, `accelerator`); nothing is measured here.
+Costs come from measured decode calls (`fit`), or from a roofline on the numbers
+of data sheets and model cards (`Rates`, `accelerator`); nothing is measured.
 """
 
 import collections
@@ -18,34 +18,34 @@ from jaxrl_llm.sampling.stats import DecodeCall
 
 
 class Rates(NamedTuple):
-  """Numbers by resource of a chip: shares of its peaks, or what it reaches."""
+  """Numbers per resource of a chip: fractions of its peaks, or seconds."""
 
-  compute: float  # FLOP/s.
-  memory: float  # Bytes per second.
-  links: float  # Bytes per second.
+  compute: float  # Floating-point operations.
+  memory: float  # Reading and writing memory.
+  links: float  # Communication with other devices.
 
 
-# Assumed shares of the numbers that makers state: the only such numbers here.
+# Assumed fractions of the vendors' peak figures, defined only here.
 SHARES = Rates(compute=0.4, memory=0.6, links=0.7)
 
 
 class Work(NamedTuple):
-  """Work of one device that is done at the same time, by resource."""
+  """Work of one device on different resources, done concurrently."""
 
   flops: float = 0.0
   moved: float = 0.0  # Bytes to and from memory.
   sent: float = 0.0  # Bytes received from other devices.
 
   def seconds(self, chip: Chip) -> Rates:
-    """Returns the seconds of each resource if it were the only limit."""
+    """Returns the seconds that each resource would take on its own."""
     peaks = chip.flops, chip.bandwidth, chip.links
     return Rates(*(x / (s * p) for x, s, p in zip(self, SHARES, peaks)))
 
 
 def bound(parts: Sequence[Work], chip: Chip) -> tuple[float, str]:
-  """Returns the seconds of works one after the other, and their limits.
+  """Returns the total seconds of sequential parts, and the limiting resources.
 
-  A work takes as long as its slowest resource (the roofline).
+  A part takes as long as its slowest resource (roofline model).
   """
   spent = collections.Counter()
   for part in parts:
@@ -72,8 +72,8 @@ class Plane(NamedTuple):
 class CostModel:
   """Prices in seconds.
 
-  A decoding step takes as long as its slowest resource: the largest of some
-  planes. Latency is in their fixed part.
+  A decoding step takes as long as its slowest resource: the maximum over the
+  planes. Their fixed part includes latency.
   """
 
   decode: tuple[Plane, ...]
@@ -85,41 +85,41 @@ class CostModel:
   train_pair_s: float = 0.0
   sync_s: float = 0.0  # Time of a weight sync.
   scheduler_step_s: float = 0.0  # Host time between two decode calls.
-  # Steps cost what the shapes of their program cost, idle slots and free pages
-  # included; otherwise they cost what is in use.
+  # Whether steps are charged for the shapes of their program, including idle
+  # slots and free pages; otherwise only for slots and tokens in use.
   padded: bool = False
 
   def decode_s(self, slots: chex.Array, tokens: chex.Array) -> np.ndarray:
-    """Seconds of steps with so many slots and tokens in the cache."""
+    """Returns the seconds of steps with these slots and tokens in the cache."""
     return np.max([p.seconds(slots, tokens) for p in self.decode], axis=0)
 
   def prefill_s(self, contexts: chex.Array, calls: int) -> float:
-    """Seconds of the prefill of contexts, given by length, in some calls."""
+    """Returns the seconds of `calls` prefills of contexts of these lengths."""
     work_s = _work(contexts, self.prefill_token_s, self.prefill_pair_s)
     return self.prefill_call_s * calls + work_s
 
   def train_s(self, contexts: chex.Array) -> float:
-    """Seconds of a training step on contexts, given by length."""
+    """Returns the seconds of a training step on contexts of these lengths."""
     work_s = _work(contexts, self.train_token_s, self.train_pair_s)
     return self.train_step_s + work_s
 
 
 def fit(decode_calls: chex.Array) -> CostModel:
-  """Prices by least squares from what an engine was measured to take.
+  """Fits prices to the measured times of an engine by least squares.
 
     seconds = scheduler_step + prefill_call · calls + prefill_token · tokens
       + steps · (fixed + per_slot · slots + per_token · n)
 
-  No price is negative. The engine's programs are padded, so `slots` are those
-  of the program, idle ones included, and n the tokens that its KV cache has
-  room for.
+  No price is negative. The engine's programs are padded, so `slots` are all
+  slots of the program, including idle ones, and n is the capacity of its KV
+  cache in tokens.
 
   Args:
-    decode_calls: [m, 6], rows as `sampling.stats.DecodeCall`; without calls
+    decode_calls: [m, 6], rows as `sampling.stats.DecodeCall`, excluding calls
       that compiled.
 
   Raises:
-    ValueError: rows are too few or of another shape.
+    ValueError: There are too few rows, or their shape is wrong.
   """
   rows = np.asarray(decode_calls, np.float64)
   columns = len(DecodeCall._fields)
@@ -130,7 +130,7 @@ def fit(decode_calls: chex.Array) -> CostModel:
     )
   slots, steps, tokens, *prefills, seconds = rows.T
   terms = [steps, steps * slots, steps * tokens, *prefills]
-  if np.ptp(steps):  # Otherwise not identifiable from the fixed part.
+  if np.ptp(steps):  # Otherwise the fixed part is not identifiable.
     terms.append(np.ones_like(steps))
   table = np.stack(terms, axis=1)
   scale = np.abs(table).max(axis=0, initial=1e-300)
@@ -164,33 +164,32 @@ def accelerator(
   train_latency_s: float = 2.0,
   sync_bandwidth: float = 10e9,
 ) -> CostModel:
-  """Prices of a pod by the roofline: pure arithmetic on stated numbers.
+  """Computes the prices of a pod with a roofline on the vendor's numbers.
 
-  A step of decoding reads all weights and the KV cache, and multiplies;
-  the slower of both counts. Every device has all weights and a share of the
-  slots. The defaults are a 7B shape (28 layers of width 3584, 4 key-value heads
-  of 128, bfloat16) on 64 chips with the numbers that their maker states for a
-  TPU v5p.
+  A decoding step takes the longer of two times: reading all weights and the KV
+  cache, or multiplying. Every device has all weights and an equal part of the
+  slots. The defaults are a 7B model (28 layers of width 3584, 4 KV heads of
+  size 128, bfloat16) on 64 chips with Google's numbers for TPU v5p.
 
   Args:
-    devices: devices that sample, and alternate with training.
-    train_devices: devices that train, if separate.
+    devices: devices that sample, and also train unless `train_devices` is set.
+    train_devices: separate devices that train.
     parameters: number of parameters of the policy.
-    bytes_per_parameter: in the sampler.
+    bytes_per_parameter: bytes per parameter in the sampler.
     kv_bytes_per_token: bytes per token of the KV cache, all layers.
     flops_per_pair: attention FLOPs per pair of tokens, 4 · layers · heads ·
       head size.
     bandwidth: bandwidth of a device's memory, bytes/s.
     peak_flops: peak FLOP/s of a device.
-    bandwidth_use: share of the bandwidth that decoding reaches.
-    flops_use: share of the peak that prefill, training and decoding reach.
-    step_latency_s: latency of a decoding step, beside reading and multiplying.
+    bandwidth_use: fraction of the bandwidth that decoding reaches.
+    flops_use: fraction of the peak that prefill, training and decoding reach.
+    step_latency_s: latency of a decoding step, in addition to its roofline.
     call_latency_s: latency of a prefill call.
     scheduler_step_s: host time between two decode calls.
-    train_forwards: work per trained token in forward passes of the policy; 1
-      scores the old log-probs, 3 update, 1 recomputes.
-    train_latency_s: latency of a training step, beside multiplying.
-    sync_bandwidth: at which a device gets its weights, bytes/s.
+    train_forwards: work per trained token in forward passes of the policy: 1
+      for the old log-probs, 3 for the update, 1 for recomputation.
+    train_latency_s: latency of a training step, in addition to multiplying.
+    sync_bandwidth: bandwidth of a weight sync per device, bytes/s.
 
   Reference:
     Williams et al. 2009, Roofline, Communications of the ACM 52(4). The

@@ -1,7 +1,7 @@
-"""The engine's scheduler with programs that charge a clock.
+"""Runs the engine's scheduler with programs that only advance a clock.
 
-Queue, slots, pages and rules are those of `jaxrl_llm.sampling`; no token is
-computed, and time is added up instead of spent.
+Queue, slots, pages and rules come from `jaxrl_llm.sampling`; no token is
+computed, and time is simulated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,24 +23,24 @@ from jaxrl_llm.simulate.cost import CostModel
 from jaxrl_llm.simulate.lengths import Requests
 from jaxrl_llm.types import Responses, Rollout, Status, unjudged
 
-# A placeholder for every engine: only the lengths of simulated rows are real.
+# A placeholder config: simulated rows have lengths but no tokens.
 _NARROW = sampling.EngineConfig(1, 1, 1, stop_tokens=())
 
 
 class SimulatedRequest(Request):
-  """A response with a known length and no tokens.
+  """A response with a known length but no tokens.
 
-  Its row is [1, 1], with the version of the first token only.
+  Its row is [1, 1] and only contains the version of the first token.
   """
 
   def context(self) -> np.ndarray:
-    """Tokens that are the same where contexts are, and never 0."""
+    """Returns nonzero placeholders, equal if and only if contexts are equal."""
     row, tokens = self.row, np.ones(self.context_length, np.int32)
     tokens[0] = -1 - row.sample_id[0] if self.length else 1 + row.group_id[0]
     return tokens
 
   def append(self, output: DecodeOutput, slot: int, *, version: int) -> int:
-    """Counts the tokens of a slot."""
+    """Records the number of new tokens of a slot, and returns it."""
     row, count = self.row, int(output.count[slot])
     if not self.length:
       row.version[0], row.mask[0] = version, True
@@ -54,8 +54,8 @@ class SimulatedEngine(Scheduler):
   """The scheduler of an engine on a simulated clock.
 
   Attributes:
-    asked: the requests; the number of a response is its index.
-    seconds: the clock.
+    asked: the requests; a response is identified by its index.
+    seconds: time on the simulated clock.
   """
 
   def __init__(
@@ -68,10 +68,10 @@ class SimulatedEngine(Scheduler):
     """Makes an engine without requests.
 
     Args:
-      requests: lengths.
-      cost: prices.
-      config: sizes.
-      rule: in place of those that calls ask for.
+      requests: lengths of prompts and responses.
+      cost: prices of the programs.
+      config: config of the engine.
+      rule: scheduling rule that overrides the rules of calls.
     """
     self.asked, self._cost, self._rule = requests, cost, rule
     self.seconds = 0.0
@@ -93,7 +93,7 @@ class SimulatedEngine(Scheduler):
   def add(
     self, rollout: Rollout, *, window: int = 0, **options: Any
   ) -> list[Request]:
-    """See `Engine.add`; a window of 0 is no bound, and options are ignored."""
+    """See `Engine.add`; a window of 0 is unbounded, and options are ignored."""
     lengths = self.asked.lengths.reshape(-1)
     limits = lengths[rollout.sample_id % lengths.size]
     window = window or int(lengths.max())
@@ -108,7 +108,7 @@ class SimulatedEngine(Scheduler):
     rule: SchedulingRule,
     turns: TurnHook | None = None,
   ) -> None:
-    """See `Scheduler.run`; the engine's own rule comes first."""
+    """See `Scheduler.run`; the engine's rule, if any, takes precedence."""
     super().run(requests, self._rule or rule, turns)
 
   def _decode(
@@ -123,7 +123,7 @@ class SimulatedEngine(Scheduler):
     return ()
 
   def _charge_decode(self, rows: Rows, min_active: int) -> DecodeOutput:
-    """A page at most, less if slots get free for others."""
+    """Charges at most a page of steps, until fewer than `min_active` remain."""
     column = lambda of: np.asarray([0 if r is None else of(r) for r in rows])
     left = column(lambda r: r.pause_at - r.length)
     limit = column(lambda r: r.max_tokens - r.length)
@@ -146,22 +146,22 @@ class SimulatedEngine(Scheduler):
 
 
 class _Cache(PagedCache):
-  """Passes the requests themselves to the decode program."""
+  """A cache that passes the requests to the decode program."""
 
   def decode(self, rows: Rows, metadata, min_active: int, draft: int):
     return self.programs.decode(rows, min_active)
 
 
 class SimulatedWriter(ResponseWriter):
-  """Writer and source of prompts of a `RolloutWorker`; gives no verdicts.
+  """Writer and prompt source of a `RolloutWorker`; gives no verdicts.
 
-  Prompts are numbers, in order and repeated from the start.
+  Prompts are consecutive numbers; lengths repeat after the last request.
   """
 
   has_several_sources = False  # See `PromptSource`.
 
   def __init__(self, engine: SimulatedEngine):
-    """Takes the engine, whose requests have lengths."""
+    """Makes a writer of the engine's requests."""
     super().__init__(
       engine,
       sampling.SamplingSettings(),
@@ -173,7 +173,7 @@ class SimulatedWriter(ResponseWriter):
     )
 
   def draw(self, drawn: int, n: int) -> tuple[Sequence[int], int]:
-    """The next prompts after so many, see `PromptSource.draw`."""
+    """See `PromptSource.draw`; returns the next n prompts."""
     return range(drawn, drawn + n), drawn + n
 
   def prompt(self, example_id: int, group_id: int) -> int:
@@ -207,16 +207,16 @@ def predict(
   *,
   rule: SchedulingRule = sampling.continuous_batching,
 ) -> sampling.EngineStats:
-  """Predicts the cost of writing responses of given lengths.
+  """Predicts the cost of generating responses of given lengths.
 
-  Counters equal those of the engine, seconds can be compared with it. Stop
+  Counters equal those of the engine, and seconds are comparable with it. Stop
   strings, speculation and several shards are not simulated.
 
   Args:
     requests: N prompts and the lengths of their responses.
     cost: prices, see `fit`.
     config: config of the engine.
-    rule: of the call.
+    rule: scheduling rule.
   """
   engine = SimulatedEngine(requests, cost, config)
   writer, prompts = SimulatedWriter(engine), range(len(requests.lengths))

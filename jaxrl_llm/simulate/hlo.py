@@ -1,8 +1,8 @@
-"""Communication of a compiled program, read from its HLO text.
+"""Communication of a compiled program, parsed from its HLO text.
 
-XLA's own cost analysis counts the body of a loop once. Here it counts as often
-as it runs: as the compiler says (`known_trip_count`) or, for loops whose length
-is data, as the caller says.
+XLA's cost analysis counts the body of a loop once. Here it is multiplied by the
+number of iterations, from the compiler (`known_trip_count`) or, for loops whose
+length depends on data, from the caller.
 """
 
 import collections
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Kind -> bytes that a device receives, per byte of the result, in a group of n
-# that does it as a ring (Thakur et al. 2005).
+# Kind -> bytes that a device receives per byte of the result, in a ring of n
+# devices (Thakur et al. 2005).
 _RECEIVED = {
   "all-gather": lambda n: (n - 1) / n,
   "all-reduce": lambda n: 2 * (n - 1) / n,
@@ -24,7 +24,7 @@ _RECEIVED = {
   "collective-permute": lambda n: 1,
 }
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\(|\{).*\{$")
-# The name of a dtype has its bits, except for pred, which has eight.
+# The name of a dtype contains its bits, except for pred, which has eight.
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _KIND = "|".join(_RECEIVED)
 _OP = re.compile(
@@ -33,8 +33,8 @@ _OP = re.compile(
 _CALLED = re.compile(
   r"(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|[^\s,]+)"
 )
-# How the devices of groups are written: as an array of all devices that is
-# transposed and cut, as the axes of a mesh, or one by one.
+# Notations for the devices of groups: an array of all devices that is
+# transposed and split, the axes of a mesh, or a list.
 _IOTA = re.compile(
   r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
 )
@@ -46,13 +46,13 @@ _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}")
 _CONSTANT = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
-# The function of a Pallas kernel, or the operation of another one.
+# The function of a Pallas kernel, or the operation of another kernel.
 _NAME = re.compile(r'op_name="[^"]*?([\w-]+)(?:/pallas_call[^"]*)?"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
 class Sent(NamedTuple):
-  """Bytes that a device receives of others, by kind and axes of the mesh."""
+  """Bytes that a device receives from others, by kind and axes of the mesh."""
 
   kind: str
   axes: tuple[str, ...]
@@ -65,14 +65,14 @@ def collectives(
   """Returns the bytes that each device receives, largest first.
 
   Args:
-    text: of `compiled.as_text()`.
+    text: text from `compiled.as_text()`.
     mesh: axis -> size, in the order of the mesh's devices.
-    loops: rounds of loops whose length is data, by how deep they are nested in
-      one another; the last one counts for all deeper ones.
+    loops: iterations of loops whose length depends on data, by nesting depth;
+      the last number also holds for deeper loops.
   """
   bodies, entry = _computations(text)
-  # One that goes on while others work is written once for each of its parts,
-  # which are a chain.
+  # An asynchronous collective is written once for each of its parts, which
+  # have the same chain id.
   found: dict[tuple[str, str], Sent] = {}
 
   def walk(name, times, depth):
@@ -99,15 +99,15 @@ def collectives(
 
 
 def kernels(text: str) -> dict[str, int]:
-  """Returns how often a program's text calls each kernel that is not XLA's.
+  """Counts the calls of each kernel in a program's text, except XLA's own.
 
-  Pallas kernels have the name of their function, others that of the operation
-  or, in NVIDIA's libraries, of the call's target.
+  Pallas kernels are named by their function, others by the operation or, for
+  NVIDIA's libraries, by the target of the call.
   """
   found = collections.Counter()
   for call in _TARGET.finditer(text):
     if call[1] in ("tpu_custom_call", "__gpu$xla.gpu.triton"):
-      # Its name follows, some lines later if the kernel has metadata.
+      # The name follows, some lines later if the kernel has metadata.
       name = _NAME.search(text, call.end())
       found[name[1] if name else call[1]] += 1
     elif call[1].startswith("__cu"):
@@ -136,10 +136,10 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _bytes(shape: str, kind: str, started: str | None) -> float:
-  """Returns the size of a result, also of an asynchronous start."""
+  """Returns the bytes of a result, also for an asynchronous start."""
   arrays = _ARRAY.findall(shape)
   if started and kind != "all-reduce":
-    # Operands, as many results and, of some kinds, numbers of a context.
+    # Operands, as many results and, for some kinds, scalars of a context.
     arrays = [x for x in arrays if x[1]]
     arrays = arrays[len(arrays) // 2 :]
   return sum(
@@ -148,7 +148,7 @@ def _bytes(shape: str, kind: str, started: str | None) -> float:
 
 
 def _axes(line: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-  """The axes of the mesh that a collective's groups run along, their size."""
+  """Returns the mesh axes that a collective's groups span, and their size."""
   group = sorted(_group(line, math.prod(mesh.values())))
   places = np.stack(np.unravel_index(group, tuple(mesh.values())), axis=1)
   moves = [len(set(column)) > 1 for column in places.T]
@@ -172,7 +172,7 @@ def _group(line: str, devices: int) -> Sequence[int]:
 
 
 def _in_order(dims: str, order: str | None) -> np.ndarray:
-  """Returns all devices as an array with its axes in an order."""
+  """Returns all devices as an array with its axes transposed to an order."""
   ids = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
   return ids.transpose(_numbers(order)) if order else ids
 

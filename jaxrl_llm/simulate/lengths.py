@@ -1,4 +1,4 @@
-"""Lengths of responses: from a distribution with a tail, or from a trace."""
+"""Response lengths from a heavy-tailed distribution, or from a trace."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ class Requests:
   """Requests to the sampler: N prompts with G responses each.
 
   Raises:
-    ValueError: numbers are below 1, or shapes do not belong together.
+    ValueError: A length is below 1, or the shapes do not match.
   """
 
   prompt_lengths: np.ndarray  # int [N], tokens, at least 1.
@@ -26,10 +26,10 @@ class Requests:
       shapes = f"{lengths.shape} and {prompts.shape}"
       raise ValueError(f"lengths are [N, G], prompt_lengths [N]; got {shapes}")
     if not lengths.size or min(lengths.min(), prompts.min()) < 1:
-      raise ValueError("there must be lengths, all of them at least 1")
+      raise ValueError("lengths must be at least 1 and must not be empty")
 
   def sample_ids(self, prompts: Sequence[int]) -> np.ndarray:
-    """Numbers of the responses to prompts, [n, G]."""
+    """Returns the sample ids of the responses to prompts, [n, G]."""
     group_size = self.lengths.shape[1]
     return np.asarray(prompts)[:, None] * group_size + np.arange(group_size)
 
@@ -44,7 +44,7 @@ def lognormal(
   between: float,
   seed: int,
 ) -> np.ndarray:
-  """Lognormal lengths, capped where a response must end; int [N, G].
+  """Draws lognormal lengths, capped at `maximum`; int [N, G].
 
     log length = log median + σ (√b · z_prompt + √(1 − b) · z_response)
 
@@ -52,14 +52,14 @@ def lognormal(
     prompts: N.
     group_size: G.
     median: median of the lengths, tokens.
-    p99: their 99th percentile without the cap, at least the median.
+    p99: 99th percentile of the lengths before the cap, at least the median.
     maximum: cap; responses of this length are overlong.
-    between: b, share of the variance of log length that prompts explain.
-    seed: seed of the draw.
+    between: b, fraction of the variance of log length between prompts.
+    seed: random seed.
   """
   if not (1 <= median <= p99 and 0 <= between <= 1 and maximum >= 1):
     raise ValueError(
-      "1 <= median <= p99, between in 0..1 and maximum >= 1 are needed, got"
+      "lengths need 1 <= median <= p99, between in [0, 1] and maximum >= 1, got"
       f" {median}, {p99}, {between} and {maximum}"
     )
   random = np.random.default_rng(seed)
@@ -73,13 +73,13 @@ def lognormal(
 def resample(
   trace: chex.Array, prompts: int, group_size: int, *, seed: int
 ) -> np.ndarray:
-  """Lengths drawn from those of a real run, with replacement; int [N, G].
+  """Draws lengths from a real run's, with replacement; int [N, G].
 
   Args:
     trace: int [n], lengths of a run's responses (`Rollout.lengths`).
     prompts: N.
     group_size: G.
-    seed: seed of the draw.
+    seed: random seed.
   """
   trace = np.asarray(trace)
   if trace.ndim != 1 or not trace.size or trace.min() < 1:

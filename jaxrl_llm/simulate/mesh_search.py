@@ -17,14 +17,14 @@ from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.models.transformer import REMAT_POLICIES
 from jaxrl_llm.simulate import account
 
-# To try: sizes of the tensor axis, rows of a device, dtypes of first moments.
+# Candidates: sizes of the tensor axis, rows per device, first-moment dtypes.
 _TENSOR, _ROWS = (1, 2, 4, 8, 16), (1, 2, 4, 8)
 _MOMENTS = ("float32", "bfloat16")
-_MARGIN = 1.1  # Compilers use up to 9 % more than the account says.
+_MARGIN = 1.1  # Compilers use up to 9 % more than `account` estimates.
 
 
 class Fit(NamedTuple):
-  """Settings that fit in memory."""
+  """Settings that fit in memory, with their cost."""
 
   seconds: float  # Seconds per step.
   memory: float  # Bytes per device.
@@ -36,12 +36,12 @@ class Fit(NamedTuple):
 
   @property
   def rank(self) -> tuple:
-    """Key that sorts the best first: fast to 1 %, then exact, then small."""
+    """Sort key: time to 1 %, then float32 first moments, then memory."""
     speed = round(100 * math.log(self.seconds))
     return speed, self.mu_dtype != "float32", self.memory
 
   def flags(self) -> str:
-    """Returns the flags as on the command line."""
+    """Returns the settings as command-line flags."""
     found = {f"mesh.{k}": n for k, n in zip(sharding.AXES, self.mesh)}
     for axis, size in zip(sharding.AXES, self.sampler_mesh):
       if axis != "context":
@@ -63,11 +63,11 @@ def search(
   """Returns the meshes of learner and sampler that fit, fastest first.
 
   Args:
-    config: config of the run, whose meshes, micro-batches, remat policy and
+    config: config of the run; its meshes, micro-batches, remat policy and
       dtype of first moments are replaced.
     model: shape of policy and critic.
     count: number of devices.
-    chip: each of them.
+    chip: chip of the devices.
     mean_response: mean response length in tokens; 0: a quarter of the maximum.
   """
   sizes = functools.partial(
@@ -78,7 +78,7 @@ def search(
   )
   found = []
   for own in {count, count // 4, count // 2, count - count // 4} - {0}:
-    # The sampler has the same devices, or those that the learner leaves.
+    # The sampler shares the learner's devices, or has the remaining ones.
     free = count if own == count else count - own
     samplers = [_sampler(sizes(config, mesh=m)) for m in _meshes(model, free)]
     for mesh in _meshes(model, own, contexts=(1, 2, 4, 8)):
@@ -101,11 +101,11 @@ def _meshes(
 
 
 def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes]:
-  """Returns the bytes and sizes of a sampler."""
+  """Returns the memory of a sampler in bytes, and its sizes."""
   config = sizes.config
   longest = config.data.max_prompt_length + config.sampler.max_response_length
   pages = config.sampler.kv_pages * sizes.page or sizes.slots * longest
-  # In bfloat16, or as the base of adapters if that has fewer bits.
+  # In bfloat16, or in the dtype of the adapters' base if that is smaller.
   stored = 2.0 * sizes.parameters
   stored = min(stored, sizes.base_bytes(["policy"]) or stored)
   memory = stored / (sizes.shards * sizes.tensor)
@@ -114,7 +114,7 @@ def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes]:
 
 
 def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
-  """Returns the fastest fit of a learner mesh, if any; modifies its config."""
+  """Returns the fastest fit of a learner mesh, or []; modifies its config."""
   config, found = sizes.config, []
   roles = ["policy", "value"] if has_critic(config) else ["policy"]
   each = sizes.parameters / (sizes.shards * sizes.tensor)
@@ -131,7 +131,7 @@ def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
     config.model.remat_policy = policy
     for role in roles:
       config.optimizer[role].micro_batch_size = micro_batch
-    # Parameters and, of AdamW, second moments have four bytes.
+    # Parameters and AdamW's second moments take four bytes each.
     moment = jnp.dtype(dtype).itemsize
     states = sum(
       count * (moment + (4 if config.optimizer[x].name == "adafactor" else 8))
@@ -147,7 +147,7 @@ def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
       seconds = account.step_seconds(sizes, chip, work)
       decode = seconds.pop("sampler decode")
       train = sum(seconds.values())
-      # Apart and a batch behind, they work at the same time.
+      # On separate devices and with a lag, they run concurrently.
       at_once = apart and config.schedule.lag
       meshes = axes(sizes.mesh), axes(written.mesh)
       total = (max if at_once else operator.add)(decode, train)

@@ -1,7 +1,7 @@
-"""Runs of training under a schedule of rollouts, simulated step by step.
+"""Simulates training runs under a rollout schedule, step by step.
 
-`pipelined` has the worker of real runs write batches; `asynchronous` steps the
-scheduler of the engine, whose responses never wait for the end of a batch.
+`pipelined` collects batches with the worker of real runs; `asynchronous` steps
+the engine's scheduler, so that responses never wait for the end of a batch.
 """
 
 import math
@@ -22,7 +22,7 @@ from jaxrl_llm.types import Rollout, ended, join_rows, too_old
 
 
 def static_batches(view: SchedulerView) -> Decision:
-  """A wave of S responses waits for its longest."""
+  """Inserts requests only when all S slots are free (static batching)."""
   return Decision(insert=0 if np.any(view.active) else view.slots)
 
 
@@ -37,32 +37,32 @@ def pipelined(
   lag: int = 0,
   streaming: bool = False,
 ) -> list[dict[str, float]]:
-  """Batch after batch, as the worker of real runs has them written.
+  """Simulates a run that samples batch by batch, with the worker of real runs.
 
-  Without a lag sampling and training take turns, with all devices for each.
-  With one, or when groups are trained on as they arrive, each has devices of
-  its own: batch b is written with the weights of version max(0, b - lag).
+  Without a lag, sampling and training alternate on all devices. With a lag, or
+  when groups are trained on as they arrive, each has separate devices: batch b
+  is sampled with the weights of version max(0, b - lag).
 
   Args:
-    requests: lengths.
-    cost: prices, with a lag those of each side.
+    requests: lengths of prompts and responses.
+    cost: prices; with a lag, those of the separate devices.
     config: config of the engine.
-    settings: schedule of the worker; dynamic sampling needs verdicts.
-    steps: number of steps of training.
-    rule: in place of the worker's.
-    lag: updates between the weights that write a batch and those it trains.
-    streaming: whether the trainer takes groups as they are complete, see
+    settings: schedule of the worker; dynamic sampling is not supported, as it
+      needs verdicts.
+    steps: number of training steps.
+    rule: scheduling rule that overrides the worker's.
+    lag: updates between the weights that sample a batch and those it trains.
+    streaming: whether the trainer takes groups as they complete, see
       `config.schedule.streaming`.
 
   Returns:
-    Of each step the engine's `EngineStats` by name, and what `record` adds
-    to them.
+    Per step, the engine's `EngineStats` by name, and the metrics of `record`.
 
   Raises:
-    ValueError: a number is out of range.
+    ValueError: A number is out of range.
   """
   if settings.group_size != requests.lengths.shape[1]:
-    raise ValueError(f"lengths {requests.lengths.shape} are not of {settings}")
+    raise ValueError(f"lengths {requests.lengths.shape} do not fit {settings}")
   if settings.window < 0 or settings.in_flight < settings.groups:
     raise ValueError(f"window < 0 or in_flight < groups in {settings}")
   if lag < 0:
@@ -71,7 +71,7 @@ def pipelined(
   engine = log.engine
   worker = RolloutWorker(log.writer, log.writer, settings)
   state, drawn = worker.init(), 0
-  synced_s = [0.0]  # When the weights of a version reach the sampler.
+  synced_s = [0.0]  # Times when the sampler gets the weights of each version.
   for step in range(steps):
     version = max(0, step - lag)
     waited_s = max(synced_s[version] - engine.seconds, 0.0)
@@ -106,21 +106,21 @@ def asynchronous(
   steps: int,
   lag: float,
 ) -> list[dict[str, float]]:
-  """Sampling and training side by side, each on its own devices.
+  """Simulates a run that samples and trains concurrently on separate devices.
 
-  The trainer takes some groups as soon as so many have ended. New weights reach
-  the sampler at its next step: responses are interrupted, prefilled again and
-  go on, so one response may hold tokens of several versions. No trained token
-  is older than `lag` steps: no more is begun than `admit` says, and the trainer
-  waits for those that would grow older.
+  The trainer takes a batch as soon as `groups` groups have ended. New weights
+  reach the sampler at its next step: responses are interrupted, prefilled again
+  and continued, so a response may contain tokens of several versions. No
+  trained token is older than `lag` steps: `admit` limits the groups that are
+  started, and the trainer waits for groups that would become too old.
 
   Args:
-    requests: lengths.
-    cost: prices of each side.
+    requests: lengths of prompts and responses.
+    cost: prices on the separate devices.
     config: config of the engine.
     groups: groups per training step.
-    steps: number of steps of training.
-    lag: steps that a token may be late; `math.inf` is not bounded.
+    steps: number of training steps.
+    lag: maximum age of a trained token in steps; `math.inf`: unbounded.
 
   Reference:
     Fu et al. 2025, AReaL, arXiv 2505.24298.
@@ -129,7 +129,7 @@ def asynchronous(
     raise ValueError(f"lag must be >= 0, got {lag}")
   log = _StepLog(requests, cost, config, groups, steps)
   engine, writer = log.engine, log.writer
-  # Groups that are not trained, by number, and those of them that have ended.
+  # Untrained groups by number, and the numbers of those that have ended.
   begun: dict[int, Rollout] = {}
   whole: list[int] = []
   version, drawn, batch, done_s = 0, 0, None, math.inf
@@ -142,7 +142,7 @@ def asynchronous(
         batch = join_rows([begun.pop(number) for number in whole[:groups]])
         whole = whole[groups:]
         done_s = engine.seconds + log.train_s(batch)
-    # More than fill the slots, so that the sampler sees that others wait.
+    # More requests than slots, so that the scheduler always sees a queue.
     quota = admit(version, drawn, 0, batch=groups, lag=lag)
     while quota >= 1 and len(engine.requests()) < 3 * config.slots:
       begun[drawn] = writer.begin([drawn], requests.sample_ids([drawn]))
@@ -163,7 +163,7 @@ def asynchronous(
 
 
 class _StepLog:
-  """The simulated sampler of a run, and the metrics of its steps."""
+  """Simulated sampler of a run, and the metrics of its steps."""
 
   def __init__(self, requests, cost, config, groups, steps, rule=None):
     if min(groups, steps) < 1:
@@ -171,11 +171,11 @@ class _StepLog:
     self.engine = SimulatedEngine(requests, cost, config, rule)
     self.writer = SimulatedWriter(self.engine)
     self.rows, self._cost = [], cost
-    # When the weights became those of now: lengths of responses by number.
+    # At the last weight update: time, counters, and lengths by sample id.
     self._start_s, self._stats, self._older = 0.0, self.engine.stats, {}
 
   def train_s(self, batch: Rollout, steps: int = 1) -> float:
-    """Returns the training time of part of a batch and of optimizer steps."""
+    """Returns the seconds of a batch's gradients and of `steps` updates."""
     work_s = self._cost.train_s(batch.prompt_lengths + batch.lengths)
     return work_s - (1 - steps) * self._cost.train_step_s
 
@@ -194,10 +194,10 @@ class _StepLog:
     Args:
       batch: the responses trained on.
       version: version of the weights that were trained.
-      rest: responses that have begun, and are not trained or go on.
-      waited_s: the sampler for the trainer.
-      end_s: when the new weights were with the sampler.
-      late: whether even the newest tokens are of older weights.
+      rest: responses that have started but are untrained or unfinished.
+      waited_s: seconds that the sampler waited for the trainer.
+      end_s: time when the sampler got the new weights.
+      late: whether even the newest tokens are from older weights.
     """
     engine = self.engine
     stats = engine.stats - self._stats
@@ -217,9 +217,9 @@ class _StepLog:
       "trained": int((batch.lengths - batch.window_start).sum()),  # Tokens.
       "off_policy": int(off_policy.sum()),  # Tokens from older weights.
       "max_staleness": int((version - begun).max(initial=0)),
-      "responses": len(whole),  # Trained on as a whole.
-      "response_tokens": int(whole.sum()),  # Theirs.
-      "parked": sum(self._older.values()),  # Tokens of the rest.
+      "responses": len(whole),  # Ended responses.
+      "response_tokens": int(whole.sum()),  # Tokens of ended responses.
+      "parked": sum(self._older.values()),  # Tokens of `rest`.
       "kv_capacity": max(capacities, default=0),
     }
     self.rows.append(stats._asdict() | row)

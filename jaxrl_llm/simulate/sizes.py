@@ -1,4 +1,4 @@
-"""Sizes of a run on a mesh: the variables of the analytic cost model."""
+"""Sizes of a run on a mesh: the inputs of the analytic cost model."""
 
 import functools
 import math
@@ -19,18 +19,18 @@ from jaxrl_llm.simulate.cost import CostModel, Plane
 from jaxrl_llm.simulate.engine import predict
 
 FILLED = 0.95  # Filled fraction of packed rows.
-# Lengths of responses are lognormal: 99th percentile by median.
+# Response lengths are lognormal: 99th percentile divided by the median.
 TAIL = 4.0
-_BLOCKS = 512, 64  # Keys of a block, of kernels for TPUs and for GPUs.
-# Size of a simulation of decoding: its slots, and the pages of a response.
+_BLOCKS = 512, 64  # Keys per block in the kernels for TPUs and for GPUs.
+# Size of the simulation of decoding: seeds, slots, and pages per response.
 _SEEDS, _SLOTS, _PAGES = range(4), 64, 256
 
 
 class Decoding(NamedTuple):
-  """A simulated batch of responses."""
+  """Statistics of a simulated batch of responses."""
 
   steps: float  # Decode steps, one after the other.
-  position: float  # Mean position of a response that is decoded.
+  position: float  # Mean position of the decoded tokens in their responses.
 
 
 class Sizes:
@@ -54,7 +54,7 @@ class Sizes:
         maximum.
       platform: platform of the devices: 'tpu', 'gpu' or 'cpu'.
     """
-    model = model.base  # Adapters are those of the config.
+    model = model.base  # Adapters come from the config.
     self.config, self.model, self.mesh = config, model, dict(mesh)
     self.tensor, self.context = mesh["tensor"], mesh.get("context", 1)
     fsdp = mesh["fsdp"] * mesh.get("expert", 1)
@@ -66,8 +66,8 @@ class Sizes:
     self.table = model.vocab_size * model.hidden_size
     self.multiplied = multiplied_params(model) - self.table  # In layers.
     self._set_experts(config.model.expert_capacity)
-    # Parameters that a device gathers for its products, and those of them that
-    # come from other devices.
+    # Parameters that a device gathers for its products, and the part of them
+    # that it receives from other devices.
     self.gathered = (self.parameters - self.experts) / self.tensor
     self.gathered += self.experts / self.group
     own = self.parameters / (self.shards * self.tensor)
@@ -79,12 +79,12 @@ class Sizes:
     self.prompt = config.data.max_prompt_length / 4
     self.row = config_lib.max_tokens_per_row(config)
     self.responses = config_lib.batch_size(config)
-    # Packed rows of a batch, without shared prompts.
+    # Packed rows of a batch if prompts are not shared.
     tokens = self.responses * (self.prompt + self.response)
     self.rows = tokens / (self.row * FILLED)
-    # Rows of the decode step.
+    # Rows of a decode step.
     self.slots = min(config.sampler.slots or self.responses, self.responses)
-    # Heads are split with those of keys and values, if these divide evenly.
+    # Heads are sharded if the tensor axis divides the number of KV heads.
     self.head_ways = 1 if model.num_kv_heads % self.tensor else self.tensor
     self.kv_ways = self.slot_ways * self.head_ways
     self.kv_token = 4 * model.num_layers * model.num_kv_heads * model.head_dim
@@ -93,17 +93,17 @@ class Sizes:
     self.page = default_page_size(config.data.max_prompt_length + longest)
 
   def _set_experts(self, capacity: float) -> None:
-    """Sets the sizes of experts; `copies` is 0 without any.
+    """Sets the sizes of experts; `copies` is 0 without experts.
 
     experts: parameters of all experts.
     dense: parameters in the products of layers, without experts.
-    padded: parameters in the products of a token, free capacity included.
-    group: devices with different experts; without a group, each gathers all.
+    padded: parameters in the products of a token, including free capacity.
+    group: devices with different experts; 1 if each device gathers all experts.
     copies: rows of experts on a device per token of the device. Dropless
-      buffers of a group are those of the worst case.
+      buffers of a group are sized for the worst case.
     inner: hidden units of a layer's MLP on a device per token.
-    exchanged: bytes that a device receives per token and layer when tokens go
-      to their experts and back.
+    exchanged: bytes that a device receives per token and layer when tokens are
+      sent to their experts and back.
     """
     model, mesh, tensor = self.model, self.mesh, self.tensor
     self.experts, self.dense, self.padded = 0, self.multiplied, self.multiplied
@@ -127,21 +127,21 @@ class Sizes:
     self.exchanged = 2 * 2 * others * model.hidden_size
 
   def head_chunk(self, rows: float) -> int:
-    """Returns the positions per chunk of the head, with rows on a device."""
+    """Returns the positions per chunk of the head for the rows of a device."""
     time, part = self.row // self.context, self.model.vocab_size // self.tensor
     chosen = self.config.model.head_chunk
     rows = math.ceil(rows)
     return chosen or heads.default_chunk(self.platform, rows, time, part)
 
   def trained(self, role: str) -> float:
-    """Returns the share of parameters that are trained: all, or adapters."""
+    """Returns the fraction of trained parameters: all (1.0), or adapters."""
     added = models.num_params(self._adapted(role)) - self.parameters
     return added / self.parameters if added else 1.0
 
   def base_bytes(self, roles: Sequence[str]) -> float:
-    """Returns the bytes of the base of adapters, on all devices; 0: none.
+    """Returns the total bytes of the adapters' base; 0 without adapters.
 
-    Models with adapters share it.
+    Models with adapters share their base.
     """
     adapted = [x for x in map(self._adapted, roles) if x.adapters]
     if not adapted:
@@ -166,13 +166,13 @@ class Sizes:
   def pairs(self) -> float:
     """Pairs of a query and a key that attention computes in a row.
 
-    Kernels skip blocks of later keys and of other samples, plain XLA nothing.
+    Kernels skip blocks of later keys and other samples; plain XLA skips none.
     """
     if self.xla:
       return self.row**2
     mean, position = self.response, self.decoding.position
     squares = self.prompt**2 + 2 * mean * (self.prompt + position)
-    # A sample begins anywhere in a block: three halves of one per query.
+    # A sample starts anywhere in a block, which adds 1.5 blocks per query.
     keys = squares / (self.prompt + mean) / 2 + 1.5 * _BLOCKS[self.gpu]
     return self.row * min(keys, self.row / 2)
 
@@ -184,7 +184,7 @@ class Sizes:
 
   @functools.cached_property
   def decoding(self) -> Decoding:
-    """A batch by the sampler's scheduler, its last responses included."""
+    """Simulated decoding of a batch until its last response ends."""
     config = self.config
     longest = config.data.max_prompt_length, config.sampler.max_response_length
     return _decoding(
@@ -194,13 +194,16 @@ class Sizes:
 
   @property
   def active(self) -> float:
-    """Mean number of responses that are decoded at the same time."""
+    """Mean number of responses decoded concurrently."""
     return self.responses * self.response / self.decoding.steps
 
 
 @functools.cache
 def _decoding(slots, responses, prompt, mean, longest, window, pages):
-  """Simulates a part of the slots with as many responses a slot."""
+  """Simulates a fraction of the slots with a proportional number of responses.
+
+  Returns means over seeds.
+  """
   part, window = max(1, slots // _SLOTS), window or longest[1]
   usual = default_page_size(sum(longest))
   page = max(usual, sum(longest) // _PAGES)
@@ -215,10 +218,10 @@ def _decoding(slots, responses, prompt, mean, longest, window, pages):
     drawn = lengths.lognormal(
       responses // part, 1, median=mean, p99=TAIL * mean, **size
     )[:, 0]
-    for _ in range(9):  # Until the mean is right, with the cap.
+    for _ in range(9):  # Rescale until the mean is right despite the cap.
       drawn = np.clip(drawn * (mean / drawn.mean()), 1, longest[1])
     total, squares = drawn.sum(), (drawn**2).sum()
-    # A response longer than the window is written in several batches.
+    # A response longer than the window is decoded in several batches.
     begun = range(0, longest[1], window)
     parts = np.concatenate([(drawn - x).clip(0, window) for x in begun[::-1]])
     parts = np.ceil(parts[parts > 0]).astype(int)

@@ -512,14 +512,14 @@ class TestMakeKernels:
       kernels.choose("pallas", [_kind()])
     for platform, needed in ("tpu", ">= 64"), ("gpu", r"in \(16, .*, 256\)"):
       monkeypatch.setattr(kernels, "platform_of", lambda _, p=platform: p)
-      with pytest.raises(InputError, match=f"head_dim {needed}, and .* has 8"):
+      with pytest.raises(InputError, match=f"head_dim {needed}, but .* has 8"):
         kernels.choose("pallas", [_kind(size=8)])
 
   @pytest.mark.parametrize("name, warns", [("auto", True), ("xla", False)])
   def test_auto_says_that_it_falls_back(self, name, warns, monkeypatch):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: "tpu")
     said = pytest.warns(
-      UserWarning, match="kernels are 'xla': 'pallas' needs head_dim"
+      UserWarning, match="using kernels='xla': 'pallas' needs head_dim"
     )
     with said if warns else contextlib.nullcontext():
       layout = self._layout(name, _kind(size=8))
