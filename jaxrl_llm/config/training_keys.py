@@ -163,7 +163,8 @@ class Optimizer(Group, path="optimizer.policy"):
   learning_rate = Key(2e-4, NUMBER, "Peak learning rate.")
   # Defined after mini_batch and updates_per_step: presets compute with them.
   warmup_steps = Key(10, COUNT, "Number of updates of linear learning-rate"
-    " warm-up. Presets of Qwen2.5 use the updates of 20 steps.")
+    " warm-up. Presets that train all weights of a Qwen model use the updates"
+    " of 20 steps.")
   learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"),
     "Learning rate after the warm-up; the minimum is reached at run.steps.")
   min_learning_rate_ratio = Key(0.0, SHARE,
