@@ -102,11 +102,12 @@ class _Service:
       [sys.executable, "-c", _SERVE, json.dumps(given)],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,  # Says that clients leave.
       text=True,
       start_new_session=True,  # Not ended by Ctrl-C.
     )
     if not self._process.stdout.readline():
-      raise RuntimeError(f"no coordination service at {args[0]}")
+      raise RuntimeError(f"cannot listen at {args[0]}")
 
   def shutdown(self) -> None:
     """Ends the process; JAX calls it when all clients have disconnected."""
