@@ -187,7 +187,7 @@ class TestOtherParts:
     with pytest.raises(InputError) as error:
       read(abstract, trees, values)
     assert "\n" not in str(error.value)
-    assert "use the settings that it was saved with" in str(error.value)
+    assert "use the checkpoint's settings" in str(error.value)
     (path,) = re.findall(r"this run has (\S+);", str(error.value))
     return path
 

@@ -137,5 +137,5 @@ def test_what_it_is_not_asked_for_is_refused(model, changes, why):
 
 def test_the_built_in_engine_has_no_settings(model):
   config = doors.make_config(model, sampler__engine_settings={"batch": 1})
-  with pytest.raises(InputError, match="the built-in engine has none"):
+  with pytest.raises(InputError, match="the built-in engine has no settings"):
     build.make_run(config)
