@@ -64,6 +64,9 @@ def connect(
   """
   global _patience_s
   _patience_s = patience_s
+  # On CPUs, XLA would have a thread per core: too few for the devices of a
+  # process to wait for those of others, and the run would hang.
+  os.environ.setdefault("NPROC", str(max(32, os.cpu_count() or 1)))
   given = (coordinator, count, index) if coordinator else ()
   library, name = distributed._jax, "get_distributed_runtime_service"
   in_process = getattr(library, name)

@@ -54,7 +54,7 @@ def test_trains_with_a_correction(model, tmp_path):
 @pytest.mark.parametrize(
   ("changes", "why"),
   [
-    ({}, r"processors=.* with config.off_policy.correction='auto': they samp"),
+    ({}, r"processors=.* with config.off_policy.correction='auto': they chan"),
     (
       {"off_policy__proximal": "stored"},
       r"processors=.* with config.off_policy.proximal='stored': needs the log",

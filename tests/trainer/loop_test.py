@@ -219,7 +219,7 @@ class TestResume:
     plain = dataclasses.replace(run, pretraining=None)
     assert loop.train(plain, tmp_path) == signal.SIGTERM
     shown = capsys.readouterr().out
-    assert "stopped by SIGTERM at step 0, saved; the same" in shown
+    assert "stopped by SIGTERM at step 0, saved; rerun" in shown
     assert "pretraining" not in shown and workdir_lib.steps(tmp_path) == [0]
 
   @pytest.mark.slow
