@@ -228,7 +228,7 @@ class TestDryRun:
   def test_says_where_each_side_is(
     self, make_run, monkeypatch, capsys, name, lines
   ):
-    monkeypatch.setattr(dry_run, "_phases", lambda run: {})
+    monkeypatch.setattr(dry_run, "lower_all", lambda *_: {})
     dry_run.dry_run(make_run(name))
     out = capsys.readouterr().out
     for line in lines:
