@@ -41,7 +41,10 @@ class TestMethod:
       (("gropo", "", {}), "method 'gropo' is unknown; choose adhint, areal"),
       (("grpo", "gsm9k", {}), "preset 'gsm9k' is unknown; choose"),
       (("grpo", "", {"run.stepz": 1}), "config.run.stepz: no such key"),
-      (("grpo", "", {"run.steps": "1"}), "config.run.steps='1'.*of its type"),
+      (
+        ("grpo", "", {"run.steps": "1"}),
+        "config.run.steps='1'.*of the right type",
+      ),
     ],
   )
   def test_errors_are_one_line(self, arguments, message):
