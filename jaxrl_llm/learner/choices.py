@@ -196,7 +196,7 @@ def logits_processors(sampler: Settings) -> dict[str, Any]:
   return {name: LOGITS_PROCESSORS[name](sampler) for name in chosen}
 
 
-def made(
+def make_part(
   table: Table, group: str, settings: Settings
 ) -> tuple[Part, frozenset[str]]:
   """Makes the part that a config group names.
@@ -215,7 +215,7 @@ def made(
 
 def has_critic(config: Groups) -> bool:
   """Returns whether the estimator reads values, which requires a critic."""
-  estimator, _ = made(ESTIMATORS, "estimator", config["estimator"])
+  estimator, _ = make_part(ESTIMATORS, "estimator", config["estimator"])
   return "values" in estimator.reads
 
 

@@ -68,6 +68,7 @@ def connect(
   # process to wait for those of others, and the run would hang.
   os.environ.setdefault("NPROC", str(max(32, os.cpu_count() or 1)))
   given = (coordinator, count, index) if coordinator else ()
+  # JAX offers no other way to keep the service out of the first process.
   library, name = distributed._jax, "get_distributed_runtime_service"
   in_process = getattr(library, name)
   setattr(library, name, _Service)

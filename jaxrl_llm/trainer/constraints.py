@@ -183,11 +183,12 @@ def windows(config: Any) -> Rules:
   """Checks T-PPO's windows and over-provisioning."""
   schedule, estimator = config.schedule, config.estimator
   windowed = schedule.window > 0
-  made, _ = choices.made(
+  advantages, _ = choices.make_part(
     choices.ESTIMATORS, "estimator", estimator.to_dict())
+  compares = of_learner.compares_groups(advantages)
   whole = schedule.stop == "all" and not schedule.dynamic_sampling
   return [
-    (windowed and (not has_critic(config) or of_learner.compares_groups(made)),
+    (windowed and (compares or not has_critic(config)),
       "schedule.window, estimator.name",
       "group baselines need whole groups, but windows end their responses in"
       " different steps; use estimator.name='gae' or schedule.window=0"),

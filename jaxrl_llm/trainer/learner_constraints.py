@@ -11,7 +11,7 @@ from jaxrl_llm.learner.choices import (
   correction_of,
   has_critic,
   logits_processors,
-  made,
+  make_part,
 )
 from jaxrl_llm.learner.parts import Part
 from jaxrl_llm.masked import NORM_MODES
@@ -33,7 +33,7 @@ def groups(config: Any) -> Rules:
   """Checks group baselines and the pretraining of a critic."""
   estimator, size = config.estimator, config.data.group_size
   name, center, pivot = estimator.name, estimator.center, estimator.drop_pivot
-  part, read = made(ESTIMATORS, "estimator", estimator.to_dict())
+  part, read = make_part(ESTIMATORS, "estimator", estimator.to_dict())
   uncentered = "center" in read and center == "none"
   grouped = compares_groups(part) and not (has_critic(config) or uncentered)
   has_pivot = (name, center) == ("group", "median")
@@ -73,7 +73,7 @@ def off_policy(config: Any) -> Rules:
   """Checks the proximal policy against the loss and other readers of scores."""
   proximal, name = config.off_policy.proximal, config.loss.name
   unscored = proximal in ("stored", "interpolate")
-  loss, _ = made(POLICY_LOSSES, "loss", config.loss.to_dict())
+  loss, _ = make_part(POLICY_LOSSES, "loss", config.loss.to_dict())
   no_ratio = proximal == "none"
   scored = {
     "off_policy.ess_scale": config.off_policy.ess_scale,
@@ -213,8 +213,8 @@ def losses(config: Any) -> Rules:
   loss, environment = config.loss, config.environment
   reward = rewards.REWARDS[config.reward.name]
   counts_turns = "conversation" in inspect.signature(reward).parameters
-  estimator, _ = made(ESTIMATORS, "estimator", config.estimator.to_dict())
-  _, read = made(POLICY_LOSSES, "loss", loss.to_dict())
+  estimator, _ = make_part(ESTIMATORS, "estimator", config.estimator.to_dict())
+  _, read = make_part(POLICY_LOSSES, "loss", loss.to_dict())
   shaped = {
     "reward.overlong_buffer": config.reward.overlong_buffer,
     "loss.kl_reward_coefficient": loss.kl_reward_coefficient,
