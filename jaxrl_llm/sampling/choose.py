@@ -6,7 +6,7 @@ per entry. Top-k and top-p find their probability threshold by bisection over
 the bit pattern of a float, so nothing is sorted.
 """
 
-import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,8 +14,11 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxrl_llm.models import context
 from jaxrl_llm.sampling.processors import Distribution
+from jaxrl_llm.sharding import axes_of
 
 # Entries of the vocabulary per block of the two-level draw.
 _MIN_BLOCK, _BLOCK = 64, 256
@@ -48,16 +51,54 @@ def choose(
     uniform: float32 [S] in [0, 1), one number per slot.
     distribution: logits and settings of the slots.
     given: int32 [S], tokens to use instead of drawing; -1 draws a token.
-    sharding: sharding of slots; None: one device.
+    sharding: sharding of slots; None: one device. Devices that share the
+      vocabulary of a slot's logits exchange them, so that each has all logits
+      of some slots.
 
   Returns:
     `Choice`. The log-prob of a greedy slot is 0, as its token has probability
     1. If no token has a probability (logits of NaN, or all of them -inf), the
     token is negative.
   """
-  logits, temperature, top_k, top_p, min_p = distribution
+  logits, *settings = distribution
   chex.assert_rank([uniform, logits], [1, 2])
-  chex.assert_equal_shape([uniform, temperature, top_k, top_p, min_p])
+  chex.assert_equal_shape([uniform, *settings])
+  given = jnp.full(uniform.shape, -1) if given is None else given
+  arrays = logits, uniform, given, *settings
+  if sharding is None:
+    return _choose(*arrays)
+  mesh, slots = sharding.mesh, sharding.spec[0]
+  if len(uniform) % context.num_shards(sharding, 0):
+    slots = None
+  axes = axes_of("vocab", mesh)
+  parts = math.prod(mesh.shape[axis] for axis in axes)
+  if logits.shape[1] % parts:
+    axes, parts = (), 1
+
+  def on_device(*arrays):
+    """Chooses tokens for an equal part of the slots, and gathers them."""
+    count = len(arrays[0])
+    more = lambda x: [(0, -count % parts), *[(0, 0)] * (x.ndim - 1)]
+    logits, *arrays = (jnp.pad(x, more(x), mode="edge") for x in arrays)
+    if parts > 1:
+      logits = jax.lax.all_to_all(logits, axes, 0, 1, tiled=True)
+      mine = jax.lax.axis_index(axes)
+      arrays = (x.reshape(parts, -1)[mine] for x in arrays)
+    choice = _choose(logits, *arrays)
+    if parts > 1:
+      choice = jax.lax.all_gather(choice, axes, tiled=True)
+    return jax.tree.map(lambda x: x[:count], choice)
+
+  return jax.shard_map(
+    on_device,
+    mesh=mesh,
+    in_specs=(P(slots, axes), *[P(slots)] * 6),
+    out_specs=P(slots),
+    check_vma=False,  # Pallas kernels do not declare it.
+  )(*arrays)
+
+
+def _choose(logits, uniform, given, temperature, top_k, top_p, min_p):
   greedy = temperature <= 0
   scale = jnp.where(greedy, _COLD, temperature)[:, None]
   uniform = jnp.where(greedy, 0.0, uniform)  # Ties: the first token.
@@ -66,14 +107,10 @@ def choose(
   below = logits - jnp.max(logits, axis=-1, keepdims=True)
   weights = jnp.exp(below / scale)
   weights = jax.lax.platform_dependent(
-    *(weights, top_k, top_p, min_p),
-    cuda=functools.partial(_filter_on_gpu, sharding),
-    default=_filter,
+    *(weights, top_k, top_p, min_p), cuda=_filter_on_gpu, default=_filter
   )
-  tokens, kept = _invert_cdf(uniform, weights)
-  if given is not None:
-    tokens = jnp.where(given >= 0, given, tokens)
-    kept = jnp.take_along_axis(weights, tokens[:, None], axis=-1)[:, 0]
+  tokens = jnp.where(given >= 0, given, _invert_cdf(uniform, weights))
+  kept = jnp.take_along_axis(weights, tokens[:, None], axis=-1)[:, 0]
   logprobs = jnp.log(kept) - jnp.log(jnp.sum(weights, axis=-1))
   return Choice(tokens, jnp.where(greedy, 0.0, logprobs))
 
@@ -93,8 +130,7 @@ def _invert_cdf(uniform, weights):
   inside = jnp.take_along_axis(blocks, which[:, None, None], axis=1)[:, 0]
   rest = target - (pick(ends) - pick(sums))
   within = _first_above(jnp.cumsum(inside, axis=-1), inside, rest)
-  kept = jnp.take_along_axis(inside, within[:, None], axis=-1)[:, 0]
-  return (which * block + within).astype(jnp.int32), kept
+  return (which * block + within).astype(jnp.int32)
 
 
 def _block_size(size):
@@ -132,11 +168,11 @@ def _filter(weights, top_k, top_p, min_p):
   return jax.lax.cond(filtered, keep, lambda: weights)
 
 
-def _filter_on_gpu(sharding, weights, top_k, top_p, min_p):
+def _filter_on_gpu(weights, top_k, top_p, min_p):
   # Pallas is slow to import, and other platforms do not need it.
   from jaxrl_llm.sampling import filter_gpu
 
-  least = filter_gpu.bounds(weights, top_k, top_p, sharding)
+  least = filter_gpu.bounds(weights, top_k, top_p)
   return _keep(weights, least, min_p)
 
 

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.sharding import NamedSharding
 
-from jaxrl_llm.models import kernels
 from jaxrl_llm.models.flash_gpu import pallas_call
 from jaxrl_llm.sampling import choose
 
@@ -21,7 +19,6 @@ def bounds(
   weights: jax.Array,
   top_k: jax.Array,
   top_p: jax.Array,
-  sharding: NamedSharding | None,
 ) -> jax.Array:
   """Returns the smallest kept weight, float32 [S, 1]; 0 if all are kept.
 
@@ -29,15 +26,12 @@ def bounds(
     weights: float32 [S, V], at most 1.
     top_k: int32 [S], as in `Distribution`.
     top_p: float32 [S].
-    sharding: sharding of slots; None: one device.
   """
-
-  def on_device(*arrays):
-    *_, like = arrays  # The result has the shape and dtype of top_p.
-    return pallas_call(_find_bound, like.shape, like, *arrays, num_warps=_WARPS)
-
   arrays = weights, top_k, top_p
-  return kernels.on_devices(on_device, sharding, top_p, *arrays)[:, None]
+  least = pallas_call(
+    _find_bound, top_p.shape, top_p, *arrays, num_warps=_WARPS
+  )
+  return least[:, None]
 
 
 def _find_bound(weights_ref, top_k_ref, top_p_ref, out_ref):

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from scipy import stats
 
 from jaxrl_llm.sampling.choose import choose
 from jaxrl_llm.sampling.processors import Distribution
+from jaxrl_llm.sharding import make_mesh
 
 DRAWS = 10_000
 FEW = 2_000  # For tests without statistics.
@@ -312,3 +314,33 @@ class TestGiven:
     # Giving the drawn tokens returns the same bits.
     again = choose(uniform, distribution, given=drawn.tokens)
     jax.tree.map(np.testing.assert_array_equal, again, drawn)
+
+
+class TestMesh:
+  """Devices that share a vocabulary choose the same tokens as one device."""
+
+  # Slots that the devices share equally, and slots and vocabularies that they
+  # cannot divide.
+  @pytest.mark.parametrize("slots", [16, 6, 7])
+  @pytest.mark.parametrize("size", [640, 701])
+  def test_equals_one_device(self, slots, size):
+    mesh = make_mesh(data=2, fsdp=1, tensor=4)
+    place = NamedSharding(mesh, PartitionSpec("data"))
+    rng = np.random.default_rng(slots)
+    logits = rng.normal(0, 2, (slots, size)).astype(np.float32)
+    settings = {
+      "temperature": rng.choice(np.float32([0, 0.7, 1]), slots),
+      "top_k": rng.choice([0, 5], slots),
+      "top_p": rng.choice([0.8, 1], slots),
+      "min_p": rng.choice([0, 0.1], slots),
+    }
+    distribution = _distribution(logits, settings)
+    uniform = rng.random(slots, np.float32)
+    given = np.where(np.arange(slots) % 3, -1, 7).astype(np.int32)
+    expected = _choose(uniform, distribution, given=given)
+    got = jax.jit(functools.partial(choose, sharding=place))(
+      uniform, distribution, given=given
+    )
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=1e-5)
+    assert len(set(np.asarray(got.tokens))) > 2
