@@ -87,6 +87,8 @@ class Programs:
   """The lowered programs of a run, and the bytes that stay in memory."""
 
   def __init__(self, config, model, devices):
+    # With its version, in the key of cached results.
+    self.compiler = f"{jax.__version__} {devices[0].client.platform_version}"
     both = meshes.make_meshes(config, devices)
     fns = build.make_fns(config, model, both)
     self.learner = build.make_learner(config, fns, "", both.trainer)
@@ -118,10 +120,12 @@ class Programs:
       self.kept["reference"] = size(policy.shapes.trained)
 
 
-def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
+def compiled(
+  name: str, lowered: Any, compiler: str, mesh: dict, loops: list[int]
+) -> dict:
   """Compiles a program, or returns the cached result."""
   reader = pathlib.Path(hlo.__file__).read_text()
-  settings = f"{jax.__version__} {_TOPOLOGY.value} {mesh} {loops}"
+  settings = f"{compiler} {_TOPOLOGY.value} {mesh} {loops}"
   text = f"{settings} {reader} {lowered.as_text()}"
   key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
   file = pathlib.Path(_CACHE.value) / f"{key}.json"
@@ -168,7 +172,7 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
     loops = [1, -(-sizes.row // sizes.context // chunk)]
     loops = [sizes.page] if name == "sampler decode" else loops
     mesh = programs.sampler_mesh if "sampler" in name else programs.mesh
-    found = compiled(name, lowered, mesh, loops)
+    found = compiled(name, lowered, programs.compiler, mesh, loops)
     if "refused" in found:
       table.row(name, *[""] * 4, f"no: {found['refused']}", "")
       fits = False

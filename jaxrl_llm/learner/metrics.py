@@ -1,9 +1,11 @@
 """Metrics of a batch and of the updates on it."""
 
 import collections
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import jax
 import numpy as np
 
 from jaxrl_llm import estimators, masked
@@ -64,7 +66,7 @@ def experience_metrics(
 def explained_variance(experience: Experience) -> float:
   """1 − Var(G − V) / Var(G), with values from before the update."""
   arrays = (experience[x] for x in ("old_values", "returns", "value_mask"))
-  return float(masked.explained_variance(*arrays))
+  return _over_rows(masked.explained_variance, *arrays)
 
 
 def parity(
@@ -124,5 +126,23 @@ def boundary_error(
   cut = rollout.status == Status.TRUNCATED
   if not cut.any():
     return {}
-  error = estimators.boundary_error(values, rollout.mask, cut, next_values)
-  return {"advantage/boundary_error": float(error)}
+  error = _over_rows(
+    estimators.boundary_error, values, rollout.mask, cut, next_values
+  )
+  return {"advantage/boundary_error": error}
+
+
+def _over_rows(
+  function: Callable[..., jax.Array], *arrays: np.ndarray
+) -> float:
+  """Applies a masked reduction to arrays [B, ...].
+
+  Windows end a different number of responses in every step. Empty rows up to a
+  power of two avoid compiling the function again each time.
+  """
+  added = (1 << (len(arrays[0]) - 1).bit_length()) - len(arrays[0])
+  widths = lambda x: [(0, added)] + [(0, 0)] * (x.ndim - 1)
+  return float(_jitted(function)(*(np.pad(x, widths(x)) for x in arrays)))
+
+
+_jitted = functools.cache(jax.jit)

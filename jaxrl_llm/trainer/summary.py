@@ -96,7 +96,8 @@ def _devices(run: Run) -> dict[str, str]:
   lines = {}
   for name, mesh, trees in zip(("trainer", "sampler"), meshes, (held, sampled)):
     ids = sorted(device.id for device in mesh.devices.flat)
-    at = f", devices {ids[0]} to {ids[-1]}" if len(ids) > 1 else ""
+    row = len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1
+    at = f", devices {ids[0]} to {ids[-1]}" if row else ""
     axes = " x ".join(f"{k}={n}" for k, n in mesh.shape.items() if n > 1)
     lines[name] = (
       f"{mesh.size} {mesh.devices.flat[0].device_kind}"

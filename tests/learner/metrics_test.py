@@ -14,6 +14,7 @@ from helpers.tiny_experience import (
 )
 
 from jaxrl_llm.learner import metrics
+from jaxrl_llm.metrics import CompileCounter
 from jaxrl_llm.types import Origin, Status
 
 ENDED = [Status.FINISHED, Status.OVERLONG, Status.FINISHED, Status.FINISHED]
@@ -135,6 +136,21 @@ class TestBoundaryError:
       rollout, values, np.asarray([0.25, 0.0, 1.0, 9.0], np.float32)
     )
     assert row == {"advantage/boundary_error": (0.25 + 2.0) / 2}
+
+  def test_another_number_of_responses_compiles_nothing(self):
+    counter = CompileCounter()
+    for rows in (5, 7, 8, 6):
+      rollout = tiny_run.random_rollout(np.random.default_rng(0), rows=rows)
+      status = np.full(rows, Status.TRUNCATED, np.int32)
+      rollout = rollout.replace(status=status)
+      values = np.ones(rollout.mask.shape, np.float32)
+      row = metrics.boundary_error(
+        rollout, values, np.full(rows, np.float32(3))
+      )
+      assert row == {"advantage/boundary_error": 2.0}
+      if rows == 5:
+        counter.collect()
+    assert not counter.collect()
 
   def test_is_absent_where_nothing_was_cut(self):
     rollout = make_written(ENDED)
