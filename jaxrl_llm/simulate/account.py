@@ -160,9 +160,12 @@ def decoding(sizes: Sizes) -> tuple[Work, ...]:
   summed = (heads + 2 * inner) / sizes.tensor
   others = (sizes.shards - 1) / sizes.shards
   sent = others * group * (4 * summed + 2 * 2 * model.hidden_size)
-  ring = 2 * (sizes.tensor - 1) / sizes.tensor
-  own = slots / sizes.slot_ways * model.num_layers
-  sent += ring * 2 * 2 * own * model.hidden_size + gathered
+  # GPUs sum float32 products over tensor, TPUs bfloat16. Then logits are
+  # exchanged, so that each device has all logits of some slots.
+  own, part = slots / sizes.slot_ways, (sizes.tensor - 1) / sizes.tensor
+  sums = 2 * (4 if sizes.gpu else 2) * model.hidden_size * model.num_layers
+  logits = 4 * model.vocab_size / sizes.tensor
+  sent += part * own * (2 * sums + logits) + gathered
   # Tokens of an expert group are gathered, and their results are summed.
   tokens = slots / sizes.devices * model.num_layers
   sent += 2 * 2 * (sizes.group - 1) * tokens * model.hidden_size
