@@ -162,17 +162,19 @@ class TestEntropyCollapse:
   def test_a_fast_fall_without_gain_is_found_above_the_low_mark(self):
     entropies = [1.0] * 12 + [0.15] * 3
     text = health.entropy_collapse(entropies, [0.3] * 15)
-    assert "from 1 to 0.15" in text
+    assert "from 1 to 0.15 nats per token in 10 steps" in text
 
 
 @pytest.mark.parametrize(
   ("rule", "values"),
   [
-    # A solved task; a fall with a gain; over more steps; one outlier.
+    # A solved task; a fall with a gain; over more steps; one outlier; fewer
+    # rows than the steps of a fall.
     ("entropy_collapse", ([0.01] * 20, [0.9] * 20)),
     ("entropy_collapse", ([1.0] * 12 + [0.15] * 3, [0.3] * 12 + [0.4] * 3)),
     ("entropy_collapse", (list(np.geomspace(1.0, 0.15, 40)), [0.3] * 40)),
     ("entropy_collapse", ([0.3] * 20 + [0.01], [0.3] * 21)),
+    ("entropy_collapse", ([2.0] * 4 + [0.3] * 3, [0.1] * 7)),
     # Noise around zero; too few rows.
     ("explained_variance", ([-0.1, -0.2, 0.01, -0.1, -0.3],)),
     ("explained_variance", ([-1.0] * 4,)),
