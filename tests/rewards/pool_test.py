@@ -29,6 +29,7 @@ _FORGED = {
   "type": "[7, null]",
   "no number": "[[true, null, null, NaN, {}], null]",
   "depth": "[" * 100_000,
+  "error": '[[[true, "forged", 7, null, {}]], null]',
 }
 
 
