@@ -5,7 +5,6 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from helpers import fleets
 
 from jaxrl_llm import fleet
 from jaxrl_llm.errors import InputError
@@ -335,13 +334,3 @@ class TestSlowHosts:
     assert self.slow(self.seconds()) == []
     assert self.slow(self.seconds(slow=[(1, 0, 2)])) == []
     assert self.slow(self.seconds(hosts=2, slow=[(1, 0, 0)])) == []
-
-
-class TestSimulator:
-  def test_a_seed_is_one_episode(self):
-    one, same, other = (
-      fleets.episode(seed, hosts=4, seconds=660, faulty=True)
-      for seed in (1, 1, 2)
-    )
-    np.testing.assert_array_equal(one.x, same.x)
-    assert one[1:] == same[1:] and one[1:] != other[1:]
