@@ -1,6 +1,5 @@
 """Tests of scripts/benchmark.py and scripts/benchmarks."""
 
-import argparse
 import json
 import math
 import sys
@@ -137,28 +136,6 @@ class TestSummarize:
     assert found["spread"] == {"x": [1.0, 3.0], "y": [1.0, 2.0]}
 
 
-class TestSideBySide:
-  def test_programs_take_turns_and_one_that_failed_is_not_run_again(
-    self, tmp_path
-  ):
-    log = tmp_path / "log"
-    say = lambda name, then: f"echo {name} >> {log}; {then}"
-    ours = """echo '{"medians": {"step_s": 1}}'"""
-    theirs = """echo '{"step_s": 2}'"""
-    options = argparse.Namespace(
-      peers={"a": say("a", theirs), "b": say("b", "exit 3")},
-      **{"part": "train_step", "shape": "tiny", "rounds": 3},
-      **{"timeout_s": 60, "wait_idle": 0},
-    )
-    found = peers.side_by_side(say("ours", ours), options)
-    order = "ours a b a ours ours a"
-    assert log.read_text().split() == order.split()
-    assert found["medians"] == {"step_s": 1}
-    assert found["peers"]["a"]["spread"] == {"step_s": [2, 2]}
-    assert found["ratios"] == {"a": {"step_s": 2}}
-    assert found["errors"] == {"b": "exit code 3: no error output"}
-
-
 class TestRunProgram:
   def test_last_object(self):
     code = "print('hi'); print('{\"a\": 1}')"
@@ -243,20 +220,23 @@ class TestScript:
     assert medians["blocking_share"] == pytest.approx(share)
     assert 0 < medians["checksums_share_of_restore"] < 1
 
-  def test_peers_run_beside_ours_and_one_may_fail(self, capsys, monkeypatch):
-    ours = '{"medians": {"tokens_per_s": 30.0}}'
-    monkeypatch.setattr(
-      benchmark,
-      "alone_command",
-      lambda options: [sys.executable, "-c", f"print('{ours}')"],
-    )
-    peer = "a=echo '{\"tokens_per_s\": 10}'"
-    arguments = ["sampler", f"--peer={peer}", "--peer=b=exit 5", "--rounds=2"]
-    assert benchmark.main(arguments) == 1
+  def test_peers_take_turns_and_one_that_failed_is_not_run_again(
+    self, tmp_path, capsys, monkeypatch
+  ):
+    log = tmp_path / "log"
+    say = lambda name, then: f"echo {name} >> {log}; {then}"
+    ours = say("ours", """echo '{"medians": {"step_s": 1}}'""")
+    monkeypatch.setattr(benchmark, "alone_command", lambda options: ours)
+    peers = say("a", """echo '{"step_s": 2}'"""), say("b", "exit 5")
+    flags = (f"--peer={name}={run}" for name, run in zip("ab", peers))
+    assert benchmark.main(["train_step", *flags, "--rounds=3"]) == 1
+    assert log.read_text().split() == "ours a b a ours ours a".split()
     captured = capsys.readouterr()
     record = json.loads(captured.out.splitlines()[-1])
-    assert record["ratios"] == {"a": {"tokens_per_s": 3.0}}
-    assert record["peers"]["a"]["medians"] == {"tokens_per_s": 10.0}
+    assert record["medians"] == {"step_s": 1}
+    assert record["peers"]["a"]["spread"] == {"step_s": [2, 2]}
+    assert record["ratios"] == {"a": {"step_s": 2}}
+    assert record["errors"] == {"b": "exit code 5: no error output"}
     assert "benchmark: peer b: exit code 5" in captured.err.splitlines()[-1]
 
   def test_fresh_process_measures_with_the_same_settings(self):

@@ -155,7 +155,9 @@ def page(tmp_path_factory):
 
 
 class TestPage:
-  def test_what_was_reached_steps_and_settings(self, page, tmp_path):
+  def test_what_was_reached_steps_settings_and_all_responses(
+    self, page, tmp_path
+  ):
     dom = browse(page, tmp_path)
     reached = [x["text"] for x in dom.elements if x.get("class") == "reached"]
     assert reached == ["set avg@4 0.125 → 0.750 (steps 0 and 2)"]
@@ -170,9 +172,6 @@ class TestPage:
       "run.seed70",
     }
     assert "2 settings that differ" in dom.text("settings")
-
-  def test_all_are_listed(self, page, tmp_path):
-    dom = browse(page, tmp_path)
     assert dom.text("count") == "10 of 10 responses"
     assert len(dom.listed()) == 10
     assert dom.listed()[1][:6] == ["1", "0", "0.25", "no", "5", "finished"]
@@ -183,12 +182,9 @@ class TestPage:
     [
       ({"step": "2"}, ["2", "–"]),
       ({"step": "1..1", "status": "overlong"}, ["0", "0", "1"]),
-      ({"group": "1"}, ["1"] * 4),
-      ({"prompt": "FOLLOWS 1"}, ["1"] * 4),
-      ({"prompt": "set-1"}, ["1"] * 4),
-      ({"reward": "0.5..", "correct": "no"}, ["0", "1"]),
+      ({"prompt": "FOLLOWS 1", "reward": "0.5..", "correct": "no"}, ["1"]),
       ({"reward": "..0.1", "step": "1"}, ["0", "1"]),
-      ({"text": "so 8"}, ["1"]),
+      ({"prompt": "set-1", "text": "so 8"}, ["1"]),
       ({"length": "6.."}, []),
       ({"sort": "-reward", "group": "1"}, ["1"] * 4),
     ],
