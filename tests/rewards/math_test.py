@@ -202,11 +202,7 @@ class TestNumeric:
       r"\boxed{" * 3000 + "1" + "}" * 2999,
       r"\frac{" * 3000 + "}" * 3000,
       r"\boxed{9^{9^{9^{9}}}}",
-      r"\boxed{9^9^9}",
-      r"\boxed{100000000!}",
-      r"\boxed{10**10**10}",
       r"\boxed{1e999999999}",
-      r"\boxed{__import__('os').getpid()}",
       "1" * 10**6,
       "1," * (10**6 // 2),
       "1,234" * 10**5,
@@ -244,9 +240,8 @@ class TestNumeric:
     for _ in range(3000):
       text = "".join(rng.choices(pieces, k=rng.randrange(1, 30)))
       answer = math.extract_answer(text)
-      if answer is not None:
-        # Any extracted answer equals itself.
-        assert math.numeric(rf"\boxed{{{answer}}}", answer, finished=True)
+      if answer is not None and math.gold_answer(answer) == answer:
+        assert math.numeric(text, answer, finished=True).correct
       math.normalize_answer(text)
 
   def test_spellings_of_random_fractions_agree(self):
