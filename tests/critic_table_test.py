@@ -225,6 +225,15 @@ def test_bad_flags_are_one_line(tmp_path, flags, problem):
   assert problem in programs.refused(study.main, *given)
 
 
+def test_a_chunk_of_states_whose_rewards_all_failed_is_left_out():
+  failed = dict.fromkeys(truth.States._fields, [])
+  judged = truth.States([3], [5], [0.5], [0], [[0.0, 1.0]])._asdict()
+  assert truth.join([failed, judged]).returns.tolist() == [[0.0, 1.0]]
+  for chunks in ([], [failed]):
+    with pytest.raises(InputError, match="no state has .* raise --tokens"):
+      truth.join(chunks)
+
+
 def test_returns_that_do_not_vary_have_no_ceiling():
   assert np.isnan(critic.ceiling(np.ones((3, 2))))
 
