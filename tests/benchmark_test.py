@@ -178,6 +178,12 @@ def small_shape(monkeypatch):
   monkeypatch.setitem(peers.SHAPES, "small", small)
 
 
+def measured(capsys, *flags):
+  """Returns the JSON object that scripts/benchmark.py prints."""
+  assert benchmark.main([*flags]) == 0
+  return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
 class TestScript:
   @pytest.mark.parametrize(
     "arguments, message",
@@ -196,9 +202,8 @@ class TestScript:
     assert message in programs.refused(benchmark.main, *arguments)
 
   def test_estimators_end_in_one_json_object(self, capsys):
-    arguments = ["estimators", "--rows=4", "--length=70", "--repeats=2"]
-    assert benchmark.main(arguments) == 0
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    flags = "--rows=4", "--length=70", "--repeats=2"
+    record = measured(capsys, "estimators", *flags)
     assert record["part"] == "estimators"
     assert record["settings"]["length"] == 70
     medians = record["medians"]
@@ -212,10 +217,8 @@ class TestScript:
     assert {"machine", "versions", "load_before", "load_after"} <= set(record)
 
   def test_checkpoint_costs(self, capsys):
-    arguments = ["checkpoint", "--megabytes=1", "--repeats=1"]
-    assert benchmark.main(arguments) == 0
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    medians = record["medians"]
+    flags = "--megabytes=1", "--repeats=1"
+    medians = measured(capsys, "checkpoint", *flags)["medians"]
     share = medians["save_blocking_s"] / medians["orbax_save_s"]
     assert medians["blocking_share"] == pytest.approx(share)
     assert 0 < medians["checksums_share_of_restore"] < 1
@@ -252,11 +255,10 @@ class TestScript:
 
   @pytest.mark.usefixtures("small_shape")
   def test_train_step_measures_all_phases(self, capsys):
-    arguments = ["train_step", "--shape=small", "--batch=4", "--group_size=2"]
-    arguments += ["--micro_batch_size=2"]
-    lengths = ["--prompt_length=4", "--new_tokens=4", "--max_tokens_per_row=12"]
-    assert benchmark.main(arguments + lengths) == 0
-    medians = json.loads(capsys.readouterr().out.splitlines()[-1])["medians"]
+    flags = "--shape=small", "--batch=4", "--group_size=2"
+    lengths = "--prompt_length=4", "--new_tokens=4", "--max_tokens_per_row=12"
+    flags = *flags, *lengths, "--micro_batch_size=2"
+    medians = measured(capsys, "train_step", *flags)["medians"]
     for part in ("generate_s", "prepare_s", "update_s", "sync_s"):
       assert 0 < medians[part] < medians["step_s"]
     assert medians["step_cpu_s"] > 0
@@ -267,9 +269,8 @@ class TestScript:
 
   @pytest.mark.usefixtures("small_shape")
   def test_new_sampling_settings_compile_nothing(self, capsys):
-    arguments = ["sampler", "--shape=small", "--batch=2", "--group_size=1"]
-    lengths = ["--prompt_length=4", "--new_tokens=4"]
-    assert benchmark.main(arguments + lengths) == 0
-    medians = json.loads(capsys.readouterr().out.splitlines()[-1])["medians"]
+    flags = "--shape=small", "--batch=2", "--group_size=1"
+    lengths = "--prompt_length=4", "--new_tokens=4"
+    medians = measured(capsys, "sampler", *flags, *lengths)["medians"]
     assert medians["compilations_of_first_call"] > 0
     assert medians["compilations_after_changes"] == 0

@@ -163,16 +163,10 @@ class TestScript:
     assert "<h1>run: vapo, tiny, seed 0</h1>" in text
     assert "sums avg@8 0.400 → 0.400 ± 0.050 (steps 0 and 4)" in text
 
-  def test_runs_of_different_folders_are_drawn_here(
-    self, tmp_path, monkeypatch
-  ):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    folders = [_make_run(tmp_path / name / "run", seed=0) for name in "ab"]
-    assert script.main([*map(str, folders)]) == 0
-    assert (tmp_path / "here" / "report.png").exists()
-    assert not (tmp_path / "report.png").exists()
+  def test_output_is_beside_runs_of_one_folder_and_here_for_others(self):
+    runs = pathlib.Path("runs").resolve()
+    assert script._folder(["runs/a", "runs/b"]) == runs
+    assert script._folder(["a/run", "b/run"]) == pathlib.Path()
 
   def test_several_runs_over_each_other(self, tmp_path):
     pytest.importorskip("matplotlib")
@@ -180,16 +174,15 @@ class TestScript:
       str(_make_run(tmp_path / f"seed{s}", seed=s, steps=5 + s))
       for s in range(3)
     ]
-    assert script.main(folders + ["--panels=accuracy,time,length"]) == 0
-    assert (tmp_path / "report.png").read_bytes().startswith(_PNG)
-    text = (tmp_path / "report.html").read_text()
+    out = tmp_path / "made" / "here"
+    flags = [f"--out={out}", "--panels=accuracy,time,length"]
+    assert script.main(folders + flags) == 0
+    assert (out / "report.png").read_bytes().startswith(_PNG)
+    text = (out / "report.html").read_text()
     runs = Page(text).data["runs"]
     assert [run["settings"]["run.seed"] for run in runs] == [0, 1, 2]
     assert "start: loading, value pretraining" in text
     assert text.count('<p class="reached">seed') == 3
-    out = tmp_path / "made" / "here"
-    assert script.main(folders + [f"--out={out}"]) == 0
-    assert (out / "report.html").exists()
 
   @pytest.mark.parametrize(
     "content, words",

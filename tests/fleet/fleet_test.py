@@ -268,12 +268,9 @@ class TestDetect:
 
 
 class TestDenoiser:
-  @pytest.fixture(scope="class")
-  def params(self):
+  def test_takes_noise_away(self):
     windows = denoiser.cut(denoiser.standardized(noise(hosts=16)))
-    return denoiser.fit(jax.random.key(0), windows, steps=200, batch=128)
-
-  def test_takes_noise_away(self, params):
+    params = denoiser.fit(jax.random.key(0), windows, steps=200, batch=128)
     x = denoiser.standardized(noise(hosts=8, seed=7))
     windows = denoiser.cut(x).transpose(2, 0, 1)
     clean = np.asarray(denoiser._reconstruct(params, windows))
@@ -282,10 +279,6 @@ class TestDenoiser:
     # The remainder is specific to the window: its level.
     levels = np.corrcoef(clean.mean(-1).ravel(), windows.mean(-1).ravel())[0, 1]
     assert levels > 0.6
-
-  def test_every_metric_has_its_own(self, params):
-    shapes = {x.shape[0] for x in jax.tree.leaves(params)}
-    assert shapes == {3}
 
 
 class TestSlowHosts:
@@ -312,15 +305,6 @@ class TestSlowHosts:
     x = 20 * self.seconds(slow=[(3, 17, 0)])
     assert self.slow(x) == []
     assert self.slow(20 * self.seconds(slow=[(3, 16, 0)]))[0].host == 3
-
-  def test_roles_are_compared_apart(self):
-    x = self.seconds(hosts=6)
-    x[3:] *= 3
-    roles = ["trainer"] * 3 + ["sampler"] * 3
-    assert fleet.slow_hosts(x, x.sum(axis=2), roles=roles) == []
-    x[4, 5:] *= 2
-    (alarm,) = fleet.slow_hosts(x, x.sum(axis=2), roles=roles)
-    assert alarm.host == 4
 
   def test_steps_in_lockstep_are_equally_long(self):
     own = self.seconds(slow=[(3, 10, 1)])  # Without waiting: 1 s, then 2 s.
