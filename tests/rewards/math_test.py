@@ -166,6 +166,7 @@ class TestNumeric:
       *(("2 x", "2"), ("2 pi", "2"), (r"\frac{x+1}{2}", "x+1/2")),
       *(("5 million", "5"), ("5 thousand dollars", "5"), (r"\text{A}", "B")),
       *((r"5\text{ million}", "5"), (r"2 \text{ or } 3", "23")),
+      *((r"2\text{ thirds}", "2"), ("5 squared", "5"), ("2 plus two", "2")),
       *(("", "0"), ("None", "0"), (r"2\sqrt{3}", r"3\sqrt{2}")),
       *((r"\sqrt[3]{2}", r"\sqrt{2}"), (r"\sqrt{-4}", r"\sqrt{4}")),
       (r"\frac{1}{2x}", r"\frac{1}{2}x"),
