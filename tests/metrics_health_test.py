@@ -269,26 +269,23 @@ class TestMissingMetrics:
 
 
 class TestCooldown:
-  def _said(self, holds, steps=200):
-    """Returns steps with a warning if a rule applies where `holds(step)`."""
+  @pytest.mark.parametrize(
+    ("holds", "steps"),
+    [
+      # Goes on; clears and begins anew; comes and goes.
+      (lambda s: s >= 7, [7, 57, 107, 157]),
+      (lambda s: s in (10, 11, 12, 23), [10, 23]),
+      (lambda s: s % 2 == 0, [2, 52, 102, 152]),
+    ],
+  )
+  def test_what_holds_is_said_again_after_a_while(self, holds, steps):
+    every = range(1, 201)
     rows = [
-      {"step": s, "policy/ratio_max": 1e4 if holds(s) else 1.0}
-      for s in range(1, steps + 1)
+      {"step": s, "policy/ratio_max": 1e4 if holds(s) else 1.0} for s in every
     ]
     found = _run(rows)
-    assert [s for s, _ in found] == [
-      r["step"] for r in rows if holds(r["step"])
-    ]
-    return [s for s, warning in found if warning.text]
-
-  def test_what_goes_on_is_said_again_after_the_cooldown(self):
-    assert self._said(lambda s: s >= 7) == [7, 57, 107, 157]
-
-  def test_what_cleared_is_said_when_it_begins_anew(self):
-    assert self._said(lambda s: s in (10, 11, 12, 23)) == [10, 23]
-
-  def test_what_comes_and_goes_floods_nothing(self):
-    assert self._said(lambda s: s % 2 == 0) == [2, 52, 102, 152]
+    assert [s for s, _ in found] == list(filter(holds, every))
+    assert [s for s, warning in found if warning.text] == steps
 
   def test_rules_do_not_quiet_each_other(self):
     rows = _with(
