@@ -306,6 +306,12 @@ class TestSlowHosts:
     assert self.slow(x) == []
     assert self.slow(20 * self.seconds(slow=[(3, 16, 0)]))[0].host == 3
 
+  def test_a_long_phase_of_the_last_step_hides_no_other(self):
+    x = self.seconds(slow=[(3, 10, 0)])
+    x[3, -1, 1] *= 5
+    (alarm,) = self.slow(x)
+    assert (alarm.host, alarm.metric) == (3, 0)
+
   def test_steps_in_lockstep_are_equally_long(self):
     own = self.seconds(slow=[(3, 10, 1)])  # Without waiting: 1 s, then 2 s.
     steps = np.full(own.shape[:2], 10.0)
