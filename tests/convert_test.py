@@ -29,7 +29,6 @@ transformers = pytest.importorskip("transformers")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
 
-_EMBEDDING = "model.embed_tokens.weight"
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -129,29 +128,12 @@ def torch_arrays(made, optimizer):
 
 def assert_is_state(run, step, arrays, count):
   """Compares the policy of a run with arrays of torch, bit for bit."""
-  found = items(run, step)
+  found, config = items(run, step), tiny_run.model_config()
   assert found["count"] == count
-  for kind, tree in enumerate((found["params"], found["mu"], found["nu"])):
-    layers = tree["layers"]
-    for name, own in (
-      (_EMBEDDING, tree["embed"]["embedding"]),
-      ("model.norm.weight", tree["final_norm"]["scale"]),
-      *(
-        (f"model.layers.{i}.self_attn.{x}_proj.weight", y.T)
-        for x in "qkvo"
-        for i, y in enumerate(layers["attention"][x]["kernel"])
-      ),
-      *(
-        (f"model.layers.{i}.mlp.{x}_proj.weight", y.T)
-        for x in ("gate", "up", "down")
-        for i, y in enumerate(layers["mlp"][x]["kernel"])
-      ),
-      *(
-        (f"model.layers.{i}.post_attention_layernorm.weight", y)
-        for i, y in enumerate(layers["post_norm"]["scale"])
-      ),
-    ):
-      np.testing.assert_array_equal(own, arrays[name][kind], err_msg=name)
+  ours = [hf.to_arrays(found[x], config) for x in ("params", "mu", "nu")]
+  for name, several in arrays.items():
+    for tree, array in zip(ours, several, strict=True):
+      np.testing.assert_array_equal(tree[name], array, err_msg=name)
 
 
 class TestRoundTrip:

@@ -1,6 +1,5 @@
 """Tests of report.html in a browser: its content and its filters."""
 
-import html.parser
 import json
 import pathlib
 import re
@@ -9,6 +8,7 @@ import subprocess
 import urllib.parse
 
 import pytest
+from helpers import html_page
 
 from jaxrl_llm import report
 
@@ -18,33 +18,10 @@ pytestmark = pytest.mark.skipif(
   _BROWSER is None, reason="needs Chromium (Debian: apt-get install chromium)"
 )
 _HOSTILE = "</script><script>document.title='x'</script><b>&amp;\u202e<!--"
-_VOID = {"meta", "img", "br", "input", "col", "link"}
 
 
-class Dom(html.parser.HTMLParser):
-  """The elements of a page: (tag, attributes, text), by id if they have one.
-
-  The text of an element includes that of its descendants.
-  """
-
-  def __init__(self, text: str):
-    super().__init__()
-    self.elements, self._open = [], []
-    self.feed(text)
-
-  def handle_starttag(self, tag, attrs):
-    element = {"tag": tag, "text": "", "path": list(self._open), **dict(attrs)}
-    self.elements.append(element)
-    if tag not in _VOID:
-      self._open.append(element)
-
-  def handle_endtag(self, tag):
-    while self._open and self._open.pop()["tag"] != tag:
-      pass
-
-  def handle_data(self, data):
-    for element in self._open:
-      element["text"] += data
+class Dom(html_page.Page):
+  """A page as rendered by a browser."""
 
   def find(self, inside: str, tag: str):
     """Returns elements with a tag inside the element with an id."""
@@ -53,10 +30,6 @@ class Dom(html.parser.HTMLParser):
       for x in self.elements
       if x["tag"] == tag and any(y.get("id") == inside for y in x["path"])
     ]
-
-  def text(self, name: str) -> str:
-    (found,) = [x["text"] for x in self.elements if x.get("id") == name]
-    return found
 
   def listed(self):
     """Returns the displayed rows of the list of responses."""
