@@ -37,17 +37,23 @@ def make_run(model, **changes):
 
 
 @pytest.fixture(scope="module")
-def trained(model, tmp_path_factory):
+def run(model):
+  return make_run(model, run__steps=2)
+
+
+@pytest.fixture(scope="module")
+def trained(run, tmp_path_factory):
   """A run of two steps."""
   folder = tmp_path_factory.mktemp("convert") / "trained"
-  loop.train(make_run(model, run__steps=2), folder)
+  loop.train(run, folder)
   return folder
 
 
 @pytest.fixture(scope="module")
-def _begun(model, tmp_path_factory):
+def _begun(run, tmp_path_factory):
   folder = tmp_path_factory.mktemp("convert") / "begun"
-  assert loop.train(make_run(model, run__steps=0, run__seed=1), folder) == 0
+  other = tiny_run.with_config(run, run__steps=0, run__seed=1)
+  assert loop.train(other, folder) == 0
   assert workdir.steps(folder) == [0]
   return folder
 
@@ -156,10 +162,10 @@ class TestRoundTrip:
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert wanted["count"] > 0 and np.any(wanted["nu"]["value_head"]["kernel"])
 
-  def test_a_run_trains_on_from_it(self, model, trained, exported, begun):
+  def test_a_run_trains_on_from_it(self, run, trained, exported, begun):
     assert take(begun, exported / "dcp") == 0
-    run = make_run(model, run__steps=1, run__seed=1)
-    assert loop.train(run, begun) == 0
+    other = tiny_run.with_config(run, run__steps=1, run__seed=1)
+    assert loop.train(other, begun) == 0
     assert items(begun, 1)["count"] == items(trained, 2)["count"] + 2
     rows = tiny_run.comparable(begun)
     assert [row["step"] for row in rows] == [0, 1]
