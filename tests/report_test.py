@@ -227,9 +227,9 @@ class TestDraw:
       {},
     )
     short = report.Run("short", [{"step": 500, "policy/entropy": 0.0}], {})
-    for name, runs in (("a", [long]), ("b", [short]), ("c", [long, short])):
-      report.draw(runs, tmp_path / f"{name}.png")
-      assert (tmp_path / f"{name}.png").read_bytes().startswith(_PNG)
+    for runs in ([short], [long, short]):
+      report.draw(runs, tmp_path / "a.png")
+      assert (tmp_path / "a.png").read_bytes().startswith(_PNG)
 
   def drawn(self, runs, tmp_path, monkeypatch):
     """Plots; returns the labels of the figure's legend and of each panel."""
@@ -242,7 +242,7 @@ class TestDraw:
       "savefig",
       lambda sheet, path: (sheets.append(sheet), save(sheet, path)),
     )
-    report.draw(runs, tmp_path / "report.png")
+    report.draw(runs, tmp_path / "report.png", panels=("reward", "time"))
     (sheet,) = sheets
     legends = [text.get_text() for x in sheet.legends for text in x.get_texts()]
     return sheet, legends
