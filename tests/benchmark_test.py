@@ -1,6 +1,5 @@
 """Tests of scripts/benchmark.py and scripts/benchmarks."""
 
-import argparse
 import json
 import math
 import sys
@@ -137,28 +136,6 @@ class TestSummarize:
     assert found["spread"] == {"x": [1.0, 3.0], "y": [1.0, 2.0]}
 
 
-class TestSideBySide:
-  def test_programs_take_turns_and_one_that_failed_is_not_run_again(
-    self, tmp_path
-  ):
-    log = tmp_path / "log"
-    say = lambda name, then: f"echo {name} >> {log}; {then}"
-    ours = """echo '{"medians": {"step_s": 1}}'"""
-    theirs = """echo '{"step_s": 2}'"""
-    options = argparse.Namespace(
-      peers={"a": say("a", theirs), "b": say("b", "exit 3")},
-      **{"part": "train_step", "shape": "tiny", "rounds": 3},
-      **{"timeout_s": 60, "wait_idle": 0},
-    )
-    found = peers.side_by_side(say("ours", ours), options)
-    order = "ours a b a ours ours a"
-    assert log.read_text().split() == order.split()
-    assert found["medians"] == {"step_s": 1}
-    assert found["peers"]["a"]["spread"] == {"step_s": [2, 2]}
-    assert found["ratios"] == {"a": {"step_s": 2}}
-    assert found["errors"] == {"b": "exit code 3: no error output"}
-
-
 class TestRunProgram:
   def test_last_object(self):
     code = "print('hi'); print('{\"a\": 1}')"
@@ -201,6 +178,12 @@ def small_shape(monkeypatch):
   monkeypatch.setitem(peers.SHAPES, "small", small)
 
 
+def measured(capsys, *flags):
+  """Returns the JSON object that scripts/benchmark.py prints."""
+  assert benchmark.main([*flags]) == 0
+  return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
 class TestScript:
   @pytest.mark.parametrize(
     "arguments, message",
@@ -219,9 +202,8 @@ class TestScript:
     assert message in programs.refused(benchmark.main, *arguments)
 
   def test_estimators_end_in_one_json_object(self, capsys):
-    arguments = ["estimators", "--rows=4", "--length=70", "--repeats=2"]
-    assert benchmark.main(arguments) == 0
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    flags = "--rows=4", "--length=70", "--repeats=2"
+    record = measured(capsys, "estimators", *flags)
     assert record["part"] == "estimators"
     assert record["settings"]["length"] == 70
     medians = record["medians"]
@@ -235,28 +217,29 @@ class TestScript:
     assert {"machine", "versions", "load_before", "load_after"} <= set(record)
 
   def test_checkpoint_costs(self, capsys):
-    arguments = ["checkpoint", "--megabytes=1", "--repeats=1"]
-    assert benchmark.main(arguments) == 0
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    medians = record["medians"]
+    flags = "--megabytes=1", "--repeats=1"
+    medians = measured(capsys, "checkpoint", *flags)["medians"]
     share = medians["save_blocking_s"] / medians["orbax_save_s"]
     assert medians["blocking_share"] == pytest.approx(share)
     assert 0 < medians["checksums_share_of_restore"] < 1
 
-  def test_peers_run_beside_ours_and_one_may_fail(self, capsys, monkeypatch):
-    ours = '{"medians": {"tokens_per_s": 30.0}}'
-    monkeypatch.setattr(
-      benchmark,
-      "alone_command",
-      lambda options: [sys.executable, "-c", f"print('{ours}')"],
-    )
-    peer = "a=echo '{\"tokens_per_s\": 10}'"
-    arguments = ["sampler", f"--peer={peer}", "--peer=b=exit 5", "--rounds=2"]
-    assert benchmark.main(arguments) == 1
+  def test_peers_take_turns_and_one_that_failed_is_not_run_again(
+    self, tmp_path, capsys, monkeypatch
+  ):
+    log = tmp_path / "log"
+    say = lambda name, then: f"echo {name} >> {log}; {then}"
+    ours = say("ours", """echo '{"medians": {"step_s": 1}}'""")
+    monkeypatch.setattr(benchmark, "alone_command", lambda options: ours)
+    peers = say("a", """echo '{"step_s": 2}'"""), say("b", "exit 5")
+    flags = (f"--peer={name}={run}" for name, run in zip("ab", peers))
+    assert benchmark.main(["train_step", *flags, "--rounds=3"]) == 1
+    assert log.read_text().split() == "ours a b a ours ours a".split()
     captured = capsys.readouterr()
     record = json.loads(captured.out.splitlines()[-1])
-    assert record["ratios"] == {"a": {"tokens_per_s": 3.0}}
-    assert record["peers"]["a"]["medians"] == {"tokens_per_s": 10.0}
+    assert record["medians"] == {"step_s": 1}
+    assert record["peers"]["a"]["spread"] == {"step_s": [2, 2]}
+    assert record["ratios"] == {"a": {"step_s": 2}}
+    assert record["errors"] == {"b": "exit code 5: no error output"}
     assert "benchmark: peer b: exit code 5" in captured.err.splitlines()[-1]
 
   def test_fresh_process_measures_with_the_same_settings(self):
@@ -272,11 +255,10 @@ class TestScript:
 
   @pytest.mark.usefixtures("small_shape")
   def test_train_step_measures_all_phases(self, capsys):
-    arguments = ["train_step", "--shape=small", "--batch=4", "--group_size=2"]
-    arguments += ["--micro_batch_size=2"]
-    lengths = ["--prompt_length=4", "--new_tokens=4", "--max_tokens_per_row=12"]
-    assert benchmark.main(arguments + lengths) == 0
-    medians = json.loads(capsys.readouterr().out.splitlines()[-1])["medians"]
+    flags = "--shape=small", "--batch=4", "--group_size=2"
+    lengths = "--prompt_length=4", "--new_tokens=4", "--max_tokens_per_row=12"
+    flags = *flags, *lengths, "--micro_batch_size=2"
+    medians = measured(capsys, "train_step", *flags)["medians"]
     for part in ("generate_s", "prepare_s", "update_s", "sync_s"):
       assert 0 < medians[part] < medians["step_s"]
     assert medians["step_cpu_s"] > 0
@@ -287,9 +269,8 @@ class TestScript:
 
   @pytest.mark.usefixtures("small_shape")
   def test_new_sampling_settings_compile_nothing(self, capsys):
-    arguments = ["sampler", "--shape=small", "--batch=2", "--group_size=1"]
-    lengths = ["--prompt_length=4", "--new_tokens=4"]
-    assert benchmark.main(arguments + lengths) == 0
-    medians = json.loads(capsys.readouterr().out.splitlines()[-1])["medians"]
+    flags = "--shape=small", "--batch=2", "--group_size=1"
+    lengths = "--prompt_length=4", "--new_tokens=4"
+    medians = measured(capsys, "sampler", *flags, *lengths)["medians"]
     assert medians["compilations_of_first_call"] > 0
     assert medians["compilations_after_changes"] == 0

@@ -58,5 +58,6 @@ def test_methods():
   read = command_line._prepared
   assert read(["--config=vapo:gsm8k"]) == [f"--config={vapo}:gsm8k"]
   assert read(["--config", "vapo"]) == ["--config", vapo]
-  assert read(["--config=a/b.py:c"]) == ["--config=a/b.py:c"]
+  for same in (["--config=a/b.py:c"], ["--config", "lr=1/b.py"]):
+    assert read(same) == same
   assert read(["vapo", ""]) == ["vapo", ""]

@@ -2,6 +2,7 @@
 
 import fcntl
 import functools
+import json
 import os
 import pathlib
 import pickle
@@ -28,7 +29,6 @@ transformers = pytest.importorskip("transformers")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
 
-_EMBEDDING = "model.embed_tokens.weight"
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -37,17 +37,23 @@ def make_run(model, **changes):
 
 
 @pytest.fixture(scope="module")
-def trained(model, tmp_path_factory):
+def run(model):
+  return make_run(model, run__steps=2)
+
+
+@pytest.fixture(scope="module")
+def trained(run, tmp_path_factory):
   """A run of two steps."""
   folder = tmp_path_factory.mktemp("convert") / "trained"
-  loop.train(make_run(model, run__steps=2), folder)
+  loop.train(run, folder)
   return folder
 
 
 @pytest.fixture(scope="module")
-def _begun(model, tmp_path_factory):
+def _begun(run, tmp_path_factory):
   folder = tmp_path_factory.mktemp("convert") / "begun"
-  assert loop.train(make_run(model, run__steps=0, run__seed=1), folder) == 0
+  other = tiny_run.with_config(run, run__steps=0, run__seed=1)
+  assert loop.train(other, folder) == 0
   assert workdir.steps(folder) == [0]
   return folder
 
@@ -77,9 +83,24 @@ def export(run, out, form, *more):
   return convert.main([*flags, *more])
 
 
-def torch_model(directory, seed=0):
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory):
+  """The policy of the run in a folder per format; tests must not change it."""
+  folder = tmp_path_factory.mktemp("exported")
+  for form in foreign.FORMS:
+    assert export(trained, folder / form, form) == 0
+  return folder
+
+
+@pytest.fixture
+def folders(exported, tmp_path):
+  """A copy of them that tests may damage."""
+  return pathlib.Path(shutil.copytree(exported, tmp_path / "exported"))
+
+
+def torch_model(directory):
   """Makes a transformers model and its AdamW as the Trainer does."""
-  torch.manual_seed(seed)
+  torch.manual_seed(0)
   config = transformers.AutoConfig.from_pretrained(directory)
   made = transformers.AutoModelForCausalLM.from_config(config)
   params = list(made.parameters())
@@ -113,37 +134,18 @@ def torch_arrays(made, optimizer):
 
 def assert_is_state(run, step, arrays, count):
   """Compares the policy of a run with arrays of torch, bit for bit."""
-  found = items(run, step)
+  found, config = items(run, step), tiny_run.model_config()
   assert found["count"] == count
-  for kind, tree in enumerate((found["params"], found["mu"], found["nu"])):
-    layers = tree["layers"]
-    for name, own in (
-      (_EMBEDDING, tree["embed"]["embedding"]),
-      ("model.norm.weight", tree["final_norm"]["scale"]),
-      *(
-        (f"model.layers.{i}.self_attn.{x}_proj.weight", y.T)
-        for x in "qkvo"
-        for i, y in enumerate(layers["attention"][x]["kernel"])
-      ),
-      *(
-        (f"model.layers.{i}.mlp.{x}_proj.weight", y.T)
-        for x in ("gate", "up", "down")
-        for i, y in enumerate(layers["mlp"][x]["kernel"])
-      ),
-      *(
-        (f"model.layers.{i}.post_attention_layernorm.weight", y)
-        for i, y in enumerate(layers["post_norm"]["scale"])
-      ),
-    ):
-      np.testing.assert_array_equal(own, arrays[name][kind], err_msg=name)
+  ours = [hf.to_arrays(found[x], config) for x in ("params", "mu", "nu")]
+  for name, several in arrays.items():
+    for tree, array in zip(ours, several, strict=True):
+      np.testing.assert_array_equal(tree[name], array, err_msg=name)
 
 
 class TestRoundTrip:
   @pytest.mark.parametrize("form", foreign.FORMS)
-  def test_the_policy(self, trained, begun, tmp_path, form, capsys):
-    out = tmp_path / "out"
-    assert export(trained, out, form) == 0
-    place = out / "4" if form == "tunix" else out
+  def test_the_policy(self, trained, exported, begun, form, capsys):
+    place = exported / "tunix/4" if form == "tunix" else exported / form
     assert take(begun, place) == 0
     assert "after 4 updates" in capsys.readouterr().out
     found, wanted = items(begun, 0), items(trained, 2)
@@ -160,20 +162,18 @@ class TestRoundTrip:
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert wanted["count"] > 0 and np.any(wanted["nu"]["value_head"]["kernel"])
 
-  def test_a_run_trains_on_from_it(self, model, trained, begun, tmp_path):
-    assert export(trained, tmp_path / "out", "dcp") == 0
-    assert take(begun, tmp_path / "out") == 0
-    run = make_run(model, run__steps=1, run__seed=1)
-    assert loop.train(run, begun) == 0
+  def test_a_run_trains_on_from_it(self, run, trained, exported, begun):
+    assert take(begun, exported / "dcp") == 0
+    other = tiny_run.with_config(run, run__steps=1, run__seed=1)
+    assert loop.train(other, begun) == 0
     assert items(begun, 1)["count"] == items(trained, 2)["count"] + 2
     rows = tiny_run.comparable(begun)
     assert [row["step"] for row in rows] == [0, 1]
 
 
 class TestTorch:
-  def test_one_more_step_is_ours(self, trained, tmp_path):
-    out = tmp_path / "out"
-    assert export(trained, out, "trl") == 0
+  def test_one_more_step_is_ours(self, trained, exported):
+    out = exported / "trl"
     made, optimizer = torch_model(out)
     made.load_state_dict(
       transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
@@ -201,12 +201,11 @@ class TestTorch:
       for found, tree in zip(arrays, wanted, strict=True):
         np.testing.assert_allclose(found, tree[name], rtol=2e-5, atol=2e-8)
 
-  def test_a_torch_program_loads_a_dcp(self, model, trained, tmp_path):
-    out = tmp_path / "out"
-    assert export(trained, out, "dcp") == 0
+  def test_a_torch_program_loads_a_dcp(self, model, trained, exported):
     made, optimizer = torch_model(model)
     weights, state = state_dict.get_state_dict(made, optimizer)
-    dcp.load({"model": weights, "optim": state}, checkpoint_id=out)
+    read = {"model": weights, "optim": state}
+    dcp.load(read, checkpoint_id=exported / "dcp")
     state_dict.set_state_dict(
       made, optimizer, model_state_dict=weights, optim_state_dict=state
     )
@@ -382,12 +381,6 @@ class _Evil:
 
 
 class TestNothingIsExecuted:
-  @pytest.fixture
-  def folders(self, trained, tmp_path):
-    for form in ("dcp", "trl"):
-      assert export(trained, tmp_path / form, form) == 0
-    return tmp_path
-
   def test_the_canary_sings(self, tmp_path):
     pickle.loads(pickle.dumps(_Evil(tmp_path / "canary")))
     assert (tmp_path / "canary").exists()
@@ -444,20 +437,18 @@ class TestRefusals:
     flags = f"--checkpoint={trained}", f"--take={tmp_path}"
     assert "has steps; create a run with --config.run" in refused(*flags)
 
-  def test_a_run_that_trains_now(self, trained, begun, tmp_path):
-    assert export(trained, tmp_path / "dcp", "dcp") == 0
-    flags = f"--checkpoint={begun}", f"--take={tmp_path / 'dcp'}"
+  def test_a_run_that_trains_now(self, exported, begun):
+    flags = f"--checkpoint={begun}", f"--take={exported / 'dcp'}"
     with (begun / "lock").open("a") as lock:
       fcntl.flock(lock, fcntl.LOCK_EX)
       assert "is being trained" in refused(*flags)
     assert items(begun, 0)["count"] == 0
 
-  def test_missing_torch(self, trained, begun, tmp_path, monkeypatch):
-    assert export(trained, tmp_path / "dcp", "dcp") == 0
+  def test_missing_torch(self, exported, begun, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     for flags in (
-      (f"--checkpoint={begun}", f"--take={tmp_path / 'dcp'}"),
-      (f"--checkpoint={trained}", f"--out={tmp_path / 'x'}", "--form=dcp"),
+      (f"--checkpoint={begun}", f"--take={exported / 'dcp'}"),
+      (f"--checkpoint={begun}", f"--out={tmp_path / 'x'}", "--form=dcp"),
     ):
       line = refused(*flags)
       assert "torch" in line and "pip install -e '.[parity]'" in line
@@ -465,7 +456,7 @@ class TestRefusals:
   @pytest.mark.parametrize(
     ("damage", "said"),
     [
-      (lambda made: made.pop("exp_avg_sq"), "out/exp_avg_sq: tensor"),
+      (lambda made: made.pop("exp_avg_sq"), "trl/exp_avg_sq: tensor"),
       (
         lambda made: made.update(state1=made.pop("exp_avg")),
         ".state1' is unexpected",
@@ -479,19 +470,17 @@ class TestRefusals:
       (lambda made: made.update(exp_avg=torch.zeros(3)), "has shape [3]"),
     ],
   )
-  def test_other_states(self, trained, begun, tmp_path, damage, said):
-    out = tmp_path / "out"
-    assert export(trained, out, "trl") == 0
-    saved = torch.load(out / "optimizer.pt")
+  def test_other_states(self, folders, begun, damage, said):
+    file = folders / "trl/optimizer.pt"
+    saved = torch.load(file)
     damage(saved["state"][1])
-    torch.save(saved, out / "optimizer.pt")
-    flags = f"--checkpoint={begun}", f"--take={out}"
+    torch.save(saved, file)
+    flags = f"--checkpoint={begun}", f"--take={file.parent}"
     assert said in refused(*flags)
     assert items(begun, 0)["count"] == 0
 
-  def test_another_model(self, model, trained, begun, tmp_path):
-    out = tmp_path / "out"
-    assert export(trained, out, "trl") == 0
+  def test_another_model(self, folders, begun):
+    out = folders / "trl"
     text = (out / "config.json").read_text()
     (out / "config.json").write_text(text.replace("10000.0", "20000.0"))
     flags = f"--checkpoint={begun}", f"--take={out}"
@@ -512,25 +501,25 @@ class TestRefusals:
     flags = f"--checkpoint={trained}", f"--out={tmp_path}", "--form=dcp"
     assert "has files; choose another directory" in refused(*flags)
 
-  def test_what_follows_the_weights(self, model, trained, tmp_path):
+  def test_what_follows_the_weights(self, model, exported, tmp_path):
     run, settings = tmp_path / "ewma", {"off_policy__proximal": "ewma"}
     loop.train(make_run(model, run__steps=0, **settings), run)
-    assert export(trained, tmp_path / "dcp", "dcp") == 0
-    flags = f"--checkpoint={run}", f"--take={tmp_path / 'dcp'}"
+    flags = f"--checkpoint={run}", f"--take={exported / 'dcp'}"
     line = refused(*flags)
     assert "has learner.ema, which depends on the policy" in line
 
   @pytest.mark.parametrize(
-    "changes",
-    [{"model__lora_rank": 2}, {"optimizer__policy__name": "adafactor"}],
+    ("key", "value"),
+    [("model.lora_rank", 2), ("optimizer.policy.name", "adafactor")],
   )
   def test_a_run_of_adapters_or_of_another_optimizer(
-    self, model, tmp_path, changes
+    self, begun, tmp_path, key, value
   ):
-    run, out = tmp_path / "run", tmp_path / "x"
-    loop.train(make_run(model, run__steps=0, **changes), run)
+    config, out = workdir.read_config(begun), tmp_path / "x"
+    config.update_from_flattened_dict({key: value})
+    (begun / "config.json").write_text(json.dumps(config.to_dict()))
     for form in ("dcp", "trl"):
-      flags = f"--checkpoint={run}", f"--out={out}", f"--form={form}"
+      flags = f"--checkpoint={begun}", f"--out={out}", f"--form={form}"
       line = refused(*flags)
       assert "does not train all parameters of the policy with AdamW" in line
     assert not out.exists()

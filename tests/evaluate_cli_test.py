@@ -1,6 +1,5 @@
 """Tests of scripts/evaluate.py, scripts/convert.py and workdir."""
 
-import functools
 import json
 import shutil
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import chat_model, programs, tiny_run
 
-from jaxrl_llm import api, metrics, models, report, workdir
+from jaxrl_llm import api, metrics, models, workdir
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build, loop
 
@@ -27,7 +26,11 @@ def run(model, tmp_path_factory):
   return model, directory
 
 
-_evaluate = functools.partial(programs.run, "evaluate")
+def _evaluate(*flags):
+  """Returns the JSON object that scripts/evaluate.py prints."""
+  code, output, errors = programs.run("evaluate", *flags)
+  assert code == 0, errors
+  return json.loads(output.splitlines()[-1])
 
 
 def _trees_equal(a, b):
@@ -110,26 +113,24 @@ class TestAlone:
     assert convert.main([f"--checkpoint={moved}", f"--out={own}"]) == 2
     assert "choose another" in capsys.readouterr().err
 
-  def test_evaluate_an_earlier_step(self, moved):
-    code, output, errors = _evaluate(f"--checkpoint={moved}", "--step=1")
-    assert code == 0, errors
-    result = json.loads(output.splitlines()[-1])
-    assert result["step"] == 1
+  def test_evaluate_repeats_the_evaluation_of_the_run(self, moved):
+    result = _evaluate(f"--checkpoint={moved}", "--step=1")
+    found = [result[name] for name in ("step", "problems", "samples")]
+    assert found == [1, 16, 2]
     row = metrics.read_rows(moved / "metrics.jsonl")[1]
-    assert result["avg@2"] == row[f"eval/{result['dataset']}/avg@2"]
+    prefix = f"eval/{result['dataset']}/"
+    keys = [k for k in row if k.startswith(prefix)]
+    assert f"{prefix}avg@2" in keys
+    for key in keys:
+      assert result[key.removeprefix(prefix)] == row[key], key
 
   def test_search_by_the_critic(self, moved):
-    code, output, errors = _evaluate(f"--checkpoint={moved}", "--search=dora")
-    assert code == 0, errors
-    result = json.loads(output.splitlines()[-1])
+    result = _evaluate(f"--checkpoint={moved}", "--search=dora")
+    assert result["step"] == 2
     assert 0 <= result["best@2"] <= result["pass@2"]
-    code, _, errors = _evaluate(f"--checkpoint={moved}", "--search=broad")
+    flags = f"--checkpoint={moved}", "--search=broad"
+    code, _, errors = programs.run("evaluate", *flags)
     assert code == 2 and "--search=broad" in errors and "beam" in errors
-
-  def test_a_report(self, moved):
-    pytest.importorskip("matplotlib")
-    report_run = report.load_run(moved)
-    assert report_run.title == "run: model, seed 0"
 
 
 class TestConvert:
@@ -144,8 +145,6 @@ class TestConvert:
     _trees_equal(params, policy.params)
     start = models.load(model)[1]["embed"]["embedding"]
     assert not np.array_equal(start, params["embed"]["embedding"])
-    for name in ("tokenizer.json", "generation_config.json"):
-      assert (out / name).read_bytes() == (model / name).read_bytes()
 
   def test_an_earlier_step_in_bfloat16(self, run, tmp_path):
     _, directory = run
@@ -161,7 +160,6 @@ class TestConvert:
     for flags, message in (
       (("--checkpoint=/no/such", "--out=x"), "/no/such: no such directory"),
       ((f"--checkpoint={model}", "--out=x"), "no checkpoint"),
-      ((f"--checkpoint={directory}", f"--out={model}"), "choose another"),
       ((f"--checkpoint={directory}", "--out="), "--out is empty"),
       (("--checkpoint=x", "--out=x", "--form=dcp", "--adapters"), "--adapters"),
       (("--checkpoint=x", "--take=x", "--dtype=bfloat16"), "with --take;"),
@@ -175,33 +173,17 @@ class TestConvert:
 
 
 class TestEvaluate:
-  def test_repeats_the_last_evaluation_of_the_run(self, run):
-    _, directory = run
-    code, output, errors = _evaluate(f"--checkpoint={directory}")
-    assert code == 0, errors
-    result = json.loads(output.splitlines()[-1])
-    assert result["step"] == 2
-    assert (result["problems"], result["samples"]) == (16, 2)
-    last = metrics.read_rows(directory / "metrics.jsonl")[-1]
-    prefix = f"eval/{result['dataset']}/"
-    keys = [k for k in last if k.startswith(prefix)]
-    assert f"{prefix}avg@2" in keys
-    for key in keys:
-      assert result[key.removeprefix(prefix)] == last[key], key
-
   def test_model_directory_with_own_problems(self, tmp_path):
     model = chat_model.write(tmp_path / "chat")
     problems = tmp_path / "problems.jsonl"
     rows = [{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(3)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, output, errors = _evaluate(
+    result = _evaluate(
       *(f"--checkpoint={model}", f"--dataset={problems}", "--samples=6"),
       *("--problems=2", "--temperature=0.5", "--seed=3"),
       *("--config.sampler.max_response_length=8", "--config.mesh.data=1"),
       f"--out={tmp_path / 'out'}",
     )
-    assert code == 0, errors
-    result = json.loads(output.splitlines()[-1])
     lines = (tmp_path / "out" / "problems.jsonl").read_text().splitlines()
     asked = [json.loads(line) for line in lines]
     assert [p["question"] for p in asked] == ["0+1?", "1+1?"]

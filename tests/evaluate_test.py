@@ -5,10 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_run
+from helpers import texts as written
 
 from jaxrl_llm import evaluate, rewards
-from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import EngineConfig, SamplingSettings
@@ -16,11 +15,6 @@ from jaxrl_llm.types import Status
 
 # Two responses to each of three problems; 'x' is truncated.
 TEXTS = [["#1.", "#1."], ["#2.", "#9."], ["#3.x", "none"]]
-
-
-def decode(tokens):
-  """Tokens are code points."""
-  return "".join(chr(t) for t in tokens)
 
 
 class Scripted:
@@ -36,47 +30,22 @@ class Scripted:
     texts = [text for group in TEXTS for text in group[:each]]
     cut = [text.endswith("x") for text in texts]
     texts = [text.removesuffix("x") for text in texts]
-    rollout = tiny_run.random_rollout(
-      np.random.default_rng(0), rows=len(texts), room=5, group_size=each
-    )
-    tokens = np.zeros((len(texts), 5), np.int32)
-    for i, text in enumerate(texts):
-      tokens[i, : len(text)] = [ord(c) for c in text]
-    lengths = np.asarray([len(text) for text in texts])
-    return rollout.replace(
-      tokens=tokens,
-      lengths=lengths,
-      mask=np.arange(5) < lengths[:, None],
-      status=np.where(cut, int(Status.OVERLONG), int(Status.FINISHED)),
-    )
-
-
-def make_prompts():
-  return [
-    Prompt(
-      example_id=i,
-      group_id=i,
-      tokens=(i,),
-      text=f"question {i}",
-      id=f"test-{i}",
-      question=f"question {i}",
-      answer=str(i + 1),
-      source="test",
-    )
-    for i in range(3)
-  ]
+    status = np.where(cut, int(Status.OVERLONG), int(Status.FINISHED))
+    return written.write(texts, status, room=5, group_size=each)
 
 
 def make_evaluator(engine, reward=rewards.chain_sum):
   return evaluate.Evaluator(
     name="some",
-    prompts=make_prompts(),
+    prompts=[
+      written.make_prompt(i, f"question {i}", str(i + 1)) for i in range(3)
+    ],
     writer=ResponseWriter(
       engine,
       SamplingSettings(temperature=0.5),
       jax.random.key(3),
       2,
-      Judge(decode, rewards.RewardPool(reward)),
+      Judge(written.decode, rewards.RewardPool(reward)),
     ),
   )
 

@@ -162,17 +162,19 @@ class TestEntropyCollapse:
   def test_a_fast_fall_without_gain_is_found_above_the_low_mark(self):
     entropies = [1.0] * 12 + [0.15] * 3
     text = health.entropy_collapse(entropies, [0.3] * 15)
-    assert "from 1 to 0.15" in text
+    assert "from 1 to 0.15 nats per token in 10 steps" in text
 
 
 @pytest.mark.parametrize(
   ("rule", "values"),
   [
-    # A solved task; a fall with a gain; over more steps; one outlier.
+    # A solved task; a fall with a gain; over more steps; one outlier; fewer
+    # rows than the steps of a fall.
     ("entropy_collapse", ([0.01] * 20, [0.9] * 20)),
     ("entropy_collapse", ([1.0] * 12 + [0.15] * 3, [0.3] * 12 + [0.4] * 3)),
     ("entropy_collapse", (list(np.geomspace(1.0, 0.15, 40)), [0.3] * 40)),
     ("entropy_collapse", ([0.3] * 20 + [0.01], [0.3] * 21)),
+    ("entropy_collapse", ([2.0] * 4 + [0.3] * 3, [0.1] * 7)),
     # Noise around zero; too few rows.
     ("explained_variance", ([-0.1, -0.2, 0.01, -0.1, -0.3],)),
     ("explained_variance", ([-1.0] * 4,)),
@@ -267,26 +269,23 @@ class TestMissingMetrics:
 
 
 class TestCooldown:
-  def _said(self, holds, steps=200):
-    """Returns steps with a warning if a rule applies where `holds(step)`."""
+  @pytest.mark.parametrize(
+    ("holds", "steps"),
+    [
+      # Goes on; clears and begins anew; comes and goes.
+      (lambda s: s >= 7, [7, 57, 107, 157]),
+      (lambda s: s in (10, 11, 12, 23), [10, 23]),
+      (lambda s: s % 2 == 0, [2, 52, 102, 152]),
+    ],
+  )
+  def test_what_holds_is_said_again_after_a_while(self, holds, steps):
+    every = range(1, 201)
     rows = [
-      {"step": s, "policy/ratio_max": 1e4 if holds(s) else 1.0}
-      for s in range(1, steps + 1)
+      {"step": s, "policy/ratio_max": 1e4 if holds(s) else 1.0} for s in every
     ]
     found = _run(rows)
-    assert [s for s, _ in found] == [
-      r["step"] for r in rows if holds(r["step"])
-    ]
-    return [s for s, warning in found if warning.text]
-
-  def test_what_goes_on_is_said_again_after_the_cooldown(self):
-    assert self._said(lambda s: s >= 7) == [7, 57, 107, 157]
-
-  def test_what_cleared_is_said_when_it_begins_anew(self):
-    assert self._said(lambda s: s in (10, 11, 12, 23)) == [10, 23]
-
-  def test_what_comes_and_goes_floods_nothing(self):
-    assert self._said(lambda s: s % 2 == 0) == [2, 52, 102, 152]
+    assert [s for s, _ in found] == list(filter(holds, every))
+    assert [s for s, warning in found if warning.text] == steps
 
   def test_rules_do_not_quiet_each_other(self):
     rows = _with(
@@ -309,22 +308,23 @@ class TestResume:
     del rows[80]["policy/entropy"]
     return rows
 
-  @pytest.mark.parametrize("stop", [1, 31, 65, 71, 76, 100, 333, 539])
-  def test_warns_as_the_uninterrupted_run(self, tmp_path, stop):
+  def test_warns_as_the_uninterrupted_run(self, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda file: None)
     rows = self._sick()
     whole = _run(rows)
     assert _rules(whole) == set(_RULES)
     writer = metrics.JsonlWriter(tmp_path / "metrics.jsonl")
     state = metrics.Health()
-    for row in rows[:stop]:
+    for row in rows[:333]:
       values = {k: v for k, v in row.items() if k != "step"}
       values |= state.check(row["step"], values)[0]
       writer.log(row["step"], values)
     writer.close()
     earlier = metrics.read_rows(tmp_path / "metrics.jsonl")
-    resumed = metrics.Health(earlier)
-    after = rows[stop - 1]["step"]
-    assert _run(rows[stop:], resumed) == [w for w in whole if w[0] > after]
+    for stop in (1, 31, 65, 71, 76, 100, 333):
+      resumed = metrics.Health(earlier[:stop])
+      after = rows[stop - 1]["step"]
+      assert _run(rows[stop:], resumed) == [w for w in whole if w[0] > after]
 
 
 class TestShown:
@@ -333,7 +333,7 @@ class TestShown:
     row = {"policy/ratio_max": 1e4, "reward/accuracy": 0.0, "reward/std": 0.0}
     state = metrics.Health()
     with metrics.MetricsLogger(
-      tmp_path, total_steps=3, last_step=-1, stream=stream
+      tmp_path, total_steps=3, last_step=-1, tracked_by=(), stream=stream
     ) as logger:
       for step in (1, 2):
         holds, said = state.check(step, row)

@@ -6,7 +6,6 @@ import numpy as np
 import peer_rollouts
 import pytest
 from benchmarks import tail
-from helpers import programs
 
 
 def options(**changes):
@@ -38,8 +37,3 @@ def test_batches_run_to_their_longest_and_useful_tokens_count(batches, seen):
   np.testing.assert_array_equal(calls[0][0][0], calls[0][0][1])  # A group.
   assert result["tokens"] == sum(x.sum() for x in parts)
   assert result["batches"] == seen
-
-
-def test_unknown_library_is_named():
-  _, said = programs.finish("scripts/dev/peer_rollouts.py", "vllm", code=2)
-  assert "hf" in said and "vllm" in said

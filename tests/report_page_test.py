@@ -1,6 +1,5 @@
 """Tests of report.html in a browser: its content and its filters."""
 
-import html.parser
 import json
 import pathlib
 import re
@@ -9,6 +8,7 @@ import subprocess
 import urllib.parse
 
 import pytest
+from helpers import html_page
 
 from jaxrl_llm import report
 
@@ -18,33 +18,10 @@ pytestmark = pytest.mark.skipif(
   _BROWSER is None, reason="needs Chromium (Debian: apt-get install chromium)"
 )
 _HOSTILE = "</script><script>document.title='x'</script><b>&amp;\u202e<!--"
-_VOID = {"meta", "img", "br", "input", "col", "link"}
 
 
-class Dom(html.parser.HTMLParser):
-  """The elements of a page: (tag, attributes, text), by id if they have one.
-
-  The text of an element includes that of its descendants.
-  """
-
-  def __init__(self, text: str):
-    super().__init__()
-    self.elements, self._open = [], []
-    self.feed(text)
-
-  def handle_starttag(self, tag, attrs):
-    element = {"tag": tag, "text": "", "path": list(self._open), **dict(attrs)}
-    self.elements.append(element)
-    if tag not in _VOID:
-      self._open.append(element)
-
-  def handle_endtag(self, tag):
-    while self._open and self._open.pop()["tag"] != tag:
-      pass
-
-  def handle_data(self, data):
-    for element in self._open:
-      element["text"] += data
+class Dom(html_page.Page):
+  """A page as rendered by a browser."""
 
   def find(self, inside: str, tag: str):
     """Returns elements with a tag inside the element with an id."""
@@ -53,10 +30,6 @@ class Dom(html.parser.HTMLParser):
       for x in self.elements
       if x["tag"] == tag and any(y.get("id") == inside for y in x["path"])
     ]
-
-  def text(self, name: str) -> str:
-    (found,) = [x["text"] for x in self.elements if x.get("id") == name]
-    return found
 
   def listed(self):
     """Returns the displayed rows of the list of responses."""
@@ -155,7 +128,9 @@ def page(tmp_path_factory):
 
 
 class TestPage:
-  def test_what_was_reached_steps_and_settings(self, page, tmp_path):
+  def test_what_was_reached_steps_settings_and_all_responses(
+    self, page, tmp_path
+  ):
     dom = browse(page, tmp_path)
     reached = [x["text"] for x in dom.elements if x.get("class") == "reached"]
     assert reached == ["set avg@4 0.125 → 0.750 (steps 0 and 2)"]
@@ -170,9 +145,6 @@ class TestPage:
       "run.seed70",
     }
     assert "2 settings that differ" in dom.text("settings")
-
-  def test_all_are_listed(self, page, tmp_path):
-    dom = browse(page, tmp_path)
     assert dom.text("count") == "10 of 10 responses"
     assert len(dom.listed()) == 10
     assert dom.listed()[1][:6] == ["1", "0", "0.25", "no", "5", "finished"]
@@ -183,12 +155,9 @@ class TestPage:
     [
       ({"step": "2"}, ["2", "–"]),
       ({"step": "1..1", "status": "overlong"}, ["0", "0", "1"]),
-      ({"group": "1"}, ["1"] * 4),
-      ({"prompt": "FOLLOWS 1"}, ["1"] * 4),
-      ({"prompt": "set-1"}, ["1"] * 4),
-      ({"reward": "0.5..", "correct": "no"}, ["0", "1"]),
+      ({"prompt": "FOLLOWS 1", "reward": "0.5..", "correct": "no"}, ["1"]),
       ({"reward": "..0.1", "step": "1"}, ["0", "1"]),
-      ({"text": "so 8"}, ["1"]),
+      ({"prompt": "set-1", "text": "so 8"}, ["1"]),
       ({"length": "6.."}, []),
       ({"sort": "-reward", "group": "1"}, ["1"] * 4),
     ],

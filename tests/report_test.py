@@ -1,14 +1,13 @@
 """Tests of jaxrl_llm.report and scripts/report.py."""
 
 import builtins
-import html.parser
 import itertools
 import json
 import pathlib
 
 import pytest
 import report as script
-from helpers import programs
+from helpers import html_page, programs
 
 from jaxrl_llm import metrics, report
 
@@ -102,33 +101,6 @@ def _make_run(folder: pathlib.Path, seed: int, steps: int = 6) -> pathlib.Path:
   return folder
 
 
-class Page(html.parser.HTMLParser):
-  """The tags of a page, its embedded data and its images."""
-
-  def __init__(self, text: str):
-    super().__init__()
-    self.tags, self.texts, self.pictures = [], {}, []
-    self._name = None
-    self.feed(text)
-
-  def handle_starttag(self, tag, attrs):
-    self.tags.append(tag)
-    self._name = dict(attrs).get("id") if tag == "script" else None
-    if tag == "img":
-      self.pictures.append(dict(attrs)["src"])
-
-  def handle_endtag(self, tag):
-    self._name = None
-
-  def handle_data(self, data):
-    if self._name:
-      self.texts[self._name] = self.texts.get(self._name, "") + data
-
-  @property
-  def data(self):
-    return json.loads(self.texts["data"])
-
-
 class TestScript:
   def test_one_run_makes_picture_and_page(self, tmp_path, capsys):
     pytest.importorskip("matplotlib")
@@ -141,14 +113,16 @@ class TestScript:
     )
     assert (folder / "report.png").read_bytes().startswith(_PNG)
     text = (folder / "report.html").read_text()
-    page = Page(text)
-    assert page.pictures[0].startswith("data:image/png;base64,")
+    page = html_page.Page(text)
+    tags = [element["tag"] for element in page.elements]
+    (picture,) = [x["src"] for x in page.elements if x["tag"] == "img"]
+    assert picture.startswith("data:image/png;base64,")
     # Nothing is loaded, and no response can close its enclosing element.
-    assert not any(tag in page.tags for tag in ("link", "iframe", "td"))
-    assert page.tags.count("script") == 3 and "src=" not in text.replace(
+    assert not {"link", "iframe", "td"} & {*tags}
+    assert tags.count("script") == 3 and "src=" not in text.replace(
       'src="data:', ""
     )
-    data = page.data
+    data = json.loads(page.text("data"))
     samples = [dict(zip(data["fields"], values)) for values in data["samples"]]
     assert [data["prompts"][x["prompt"]] for x in samples] == ["1?", "3?"]
     assert samples[1]["response"] == _HOSTILE
@@ -163,16 +137,10 @@ class TestScript:
     assert "<h1>run: vapo, tiny, seed 0</h1>" in text
     assert "sums avg@8 0.400 → 0.400 ± 0.050 (steps 0 and 4)" in text
 
-  def test_runs_of_different_folders_are_drawn_here(
-    self, tmp_path, monkeypatch
-  ):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    folders = [_make_run(tmp_path / name / "run", seed=0) for name in "ab"]
-    assert script.main([*map(str, folders)]) == 0
-    assert (tmp_path / "here" / "report.png").exists()
-    assert not (tmp_path / "report.png").exists()
+  def test_output_is_beside_runs_of_one_folder_and_here_for_others(self):
+    runs = pathlib.Path("runs").resolve()
+    assert script._folder(["runs/a", "runs/b"]) == runs
+    assert script._folder(["a/run", "b/run"]) == pathlib.Path()
 
   def test_several_runs_over_each_other(self, tmp_path):
     pytest.importorskip("matplotlib")
@@ -180,16 +148,15 @@ class TestScript:
       str(_make_run(tmp_path / f"seed{s}", seed=s, steps=5 + s))
       for s in range(3)
     ]
-    assert script.main(folders + ["--panels=accuracy,time,length"]) == 0
-    assert (tmp_path / "report.png").read_bytes().startswith(_PNG)
-    text = (tmp_path / "report.html").read_text()
-    runs = Page(text).data["runs"]
+    out = tmp_path / "made" / "here"
+    flags = [f"--out={out}", "--panels=accuracy,time,length"]
+    assert script.main(folders + flags) == 0
+    assert (out / "report.png").read_bytes().startswith(_PNG)
+    text = (out / "report.html").read_text()
+    runs = json.loads(html_page.Page(text).text("data"))["runs"]
     assert [run["settings"]["run.seed"] for run in runs] == [0, 1, 2]
     assert "start: loading, value pretraining" in text
     assert text.count('<p class="reached">seed') == 3
-    out = tmp_path / "made" / "here"
-    assert script.main(folders + [f"--out={out}"]) == 0
-    assert (out / "report.html").exists()
 
   @pytest.mark.parametrize(
     "content, words",
@@ -244,9 +211,9 @@ class TestWritePage:
     picture.write_bytes(_PNG)
     runs = [report.load_run(folder)]
     report.write_page(runs, picture, tmp_path / "page.html")
-    page = Page((tmp_path / "page.html").read_text())
-    assert page.data["left_out"] == 3
-    lines = page.texts["tokens0"].split("\n")[1:-1]
+    page = html_page.Page((tmp_path / "page.html").read_text())
+    assert json.loads(page.text("data"))["left_out"] == 3
+    lines = page.text("tokens0").split("\n")[1:-1]
     assert lines[:3] == ["", "", ""]
     assert [json.loads(x)["tokens"][1] for x in lines[3:]] == ["</script>"] * 2
 
@@ -260,9 +227,9 @@ class TestDraw:
       {},
     )
     short = report.Run("short", [{"step": 500, "policy/entropy": 0.0}], {})
-    for name, runs in (("a", [long]), ("b", [short]), ("c", [long, short])):
-      report.draw(runs, tmp_path / f"{name}.png")
-      assert (tmp_path / f"{name}.png").read_bytes().startswith(_PNG)
+    for runs in ([short], [long, short]):
+      report.draw(runs, tmp_path / "a.png")
+      assert (tmp_path / "a.png").read_bytes().startswith(_PNG)
 
   def drawn(self, runs, tmp_path, monkeypatch):
     """Plots; returns the labels of the figure's legend and of each panel."""
@@ -275,7 +242,7 @@ class TestDraw:
       "savefig",
       lambda sheet, path: (sheets.append(sheet), save(sheet, path)),
     )
-    report.draw(runs, tmp_path / "report.png")
+    report.draw(runs, tmp_path / "report.png", panels=("reward", "time"))
     (sheet,) = sheets
     legends = [text.get_text() for x in sheet.legends for text in x.get_texts()]
     return sheet, legends

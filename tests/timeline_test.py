@@ -13,10 +13,13 @@ from jaxrl_llm import config as config_lib
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def test_one_device_is_refused(tmp_path):
-  flags = ("timeline", f"--out={tmp_path}")
-  _, said = programs.finish("scripts/study.py", *flags, code=2)
-  assert "at least 2 devices" in said and not list(tmp_path.iterdir())
+def test_one_device_and_steps_out_of_range_are_refused(tmp_path, monkeypatch):
+  flags = "timeline", f"--out={tmp_path}"
+  said = programs.refused(study.main, *flags, "--warm_up=-1")
+  assert "--warm_up=-1 must be at least 0" in said
+  monkeypatch.setattr("jax.device_count", lambda: 1)
+  assert "at least 2 devices" in programs.refused(study.main, *flags)
+  assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

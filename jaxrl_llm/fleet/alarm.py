@@ -162,13 +162,14 @@ def slow_hosts(
     matters = 0.05 * np.median(steps[hosts], axis=0)[:, None]
     usual = np.maximum(np.median(seconds[hosts], axis=0), matters)  # [N, P]
     for host in hosts:
-      slower = seconds[host] / usual
-      phase = int(slower[-1].argmax())
-      fine = np.flatnonzero(slower[:, phase] < ratio)
-      first = int(fine[-1]) + 1 if fine.size else 0
-      ends = np.cumsum(steps[host])
-      since = float(ends[first - 1]) if first else 0.0
-      if len(slower) >= first + 4 and ends[-1] - since >= hold_s:
-        found = float(np.median(slower[-3:, phase]))
-        alarms.append(Alarm(int(host), phase, since, float(ends[-1]), found))
+      ends, found = np.cumsum(steps[host]), []
+      for phase, slower in enumerate((seconds[host] / usual).T):
+        fine = np.flatnonzero(slower < ratio)
+        first = int(fine[-1]) + 1 if fine.size else 0
+        since = float(ends[first - 1]) if first else 0.0
+        if len(slower) >= first + 4 and ends[-1] - since >= hold_s:
+          score = float(np.median(slower[-3:]))
+          found.append(Alarm(int(host), phase, since, float(ends[-1]), score))
+      if found:
+        alarms.append(max(found, key=lambda alarm: alarm.score))
   return alarms

@@ -105,7 +105,7 @@ def entropy_collapse(
     return None
   if now < ENTROPY_LOW:
     return f"entropy {now:.3g} nats per token at accuracy {accuracy:.2f}"
-  before = entropies[: len(entropies) - ENTROPY_STEPS]
+  before = entropies[:-ENTROPY_STEPS]
   if len(before) < NOW_STEPS or now * ENTROPY_FELL > _now(before):
     return None
   gain = accuracy - _now(accuracies[: len(before)])

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import math
 import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -191,6 +190,5 @@ def watch_compilations(
 
 def peak_memory_gib() -> float:
   """Returns the peak resident memory of this process, in GiB."""
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  # Linux counts in KiB, macOS in bytes.
-  return peak / (2**30 if sys.platform == "darwin" else 2**20)
+  # Linux counts in KiB.
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

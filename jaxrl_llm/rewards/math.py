@@ -37,7 +37,10 @@ _TEXT = re.compile(
   r"(?:[ ]?\^\{?[0-9]\}?)?"  # The square of `cm^2`.
 )
 # Words after a number that are not a unit: they change it or join another one.
-_WORDS = r"(?:pi|or|and|dozen|hundred|thousand|[a-z]{1,4}illion)\b"
+_WORDS = (
+  r"(?:pi|or|and|plus|minus|over|dozen|hundred|thousand|[a-z]{1,4}illion"
+  r"|half|halves|thirds?|fifths?|squared|cubed|factorial)\b"
+)
 _WORDS_IN_TEXT = re.compile(rf"{_TEXT_OF}( ?{_WORDS}[^{{}}]*)\}}")
 _NAMED = re.compile(r"[A-Za-z](?:_[0-9a-z])?[ ]?=(?P<value>[^=]*)\Z")
 # Words of two letters or more after a space: `2x` and `2 x` are not 2.

@@ -111,9 +111,13 @@ class CallPool:
     deadline_s = min(size * self._deadline_s, end - time.monotonic())
     if deadline_s <= 0:
       return None, "timeout"
+    try:
+      line = json.dumps([deadline_s, job], default=_jsonable)
+    except (TypeError, ValueError) as error:
+      return None, failure(error)
     worker = self._idle.get()
     try:
-      return worker.ask(json.dumps([deadline_s, job]), deadline_s + _GRACE_S)
+      return worker.ask(line, deadline_s + _GRACE_S)
     finally:
       self._idle.put(worker)
 
@@ -215,6 +219,13 @@ def checked(
       with contextlib.suppress(Exception):
         verdicts[row] = as_verdict(Verdict(*result), grading)
   return verdicts
+
+
+def _jsonable(value: Any) -> Any:
+  """Converts a NumPy array or scalar, as columns of user data may have."""
+  if hasattr(value, "tolist"):
+    return value.tolist()
+  raise TypeError(f"workers cannot be sent a {type(value).__name__}")
 
 
 def _inner(fn: Callable[..., Any]) -> Callable[..., Any]:

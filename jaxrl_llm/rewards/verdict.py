@@ -108,8 +108,11 @@ def as_verdict(result: Any, grading: Grading = PLAIN) -> Verdict:
     correct = decides > grading.threshold
   if not isinstance(correct, bool):
     raise TypeError(f"Verdict.correct is {correct!r}; give True or False")
+  error = result.error or None  # An empty text is no error.
+  if not isinstance(error, str | None):
+    raise TypeError(f"Verdict.error is {error!r}; give a text or None")
   extracted = None if result.extracted is None else str(result.extracted)
-  return Verdict(correct, extracted, result.error, value, parts)
+  return Verdict(correct, extracted, error, value, parts)
 
 
 def number(value: Any, what: str) -> float:

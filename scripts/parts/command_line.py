@@ -87,7 +87,7 @@ def _prepared(argv: list[str]) -> list[str]:
   for before, argument in zip(["", *argv], argv):
     flag, equals, value = argument.partition("=")
     if before == "--config":
-      flag, value = "", argument
+      flag, equals, value = "", "", argument
     if flag in ("", "--config"):
       method, colon, preset = value.partition(":")
       value = f"{files.get(method, method)}{colon}{preset}"

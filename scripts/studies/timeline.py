@@ -13,12 +13,14 @@ exclude compilation: each way is warmed up first.
 
 import argparse
 import contextlib
+import math
 import pathlib
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+from parts import program
 from studies.results import write_csv
 
 from jaxrl_llm import config as config_lib
@@ -133,10 +135,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
   """Measures, prints and plots."""
-  if jax.device_count() < 2 or options.steps < 1:
+  limits = {"steps": (1, math.inf), "warm_up": (0, math.inf)}
+  program.check_ranges(options, **limits)
+  if jax.device_count() < 2:
     raise InputError(
-      f"{jax.device_count()} devices, {options.steps} steps; give at least 2"
-      " devices and 1 step, see --help"
+      f"{jax.device_count()} device; give at least 2 devices, see --help"
     )
   out = pathlib.Path(options.out)
   out.mkdir(parents=True, exist_ok=True)

@@ -178,6 +178,23 @@ def sample_truth(run: Any, weights: Weights, judged: Any, options: Any):
       f"{start + len(known)} of {len(states.at)} states: {rate}", flush=True
     )
   file.close()
+  return join(done)
+
+
+def join(chunks: Sequence[dict[str, Any]]) -> States:
+  """Joins the states of chunks; a chunk whose rewards failed has none.
+
+  Raises:
+    InputError: There are no states.
+  """
+  some = [chunk for chunk in chunks if chunk["row"]]
+  if not some:
+    raise InputError(
+      "no state has the returns of all its continuations; raise --tokens, or"
+      " fix the reward if it failed"
+    )
   return States(
-    *(np.concatenate([row[name] for row in done]) for name in States._fields)
+    *(
+      np.concatenate([chunk[name] for chunk in some]) for name in States._fields
+    )
   )

@@ -54,20 +54,15 @@ def test_evaluation_is_fixed_and_distinct(task):
   assert questions(task, 200, split="eval", eval_size=210) == held_out
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("task", "settings"), SETTINGS)
-def test_no_training_index_asks_an_evaluation_problem(task, settings, seed):
+def test_no_training_index_asks_an_evaluation_problem(task, settings):
   evaluation = TASKS[task](split="eval", **settings)
   held_out = {example.question for example in evaluation}
-  drawn = questions(task, 3000, seed=seed, **settings)
+  drawn = questions(task, 3000, seed=1, **settings)
   assert len(held_out) == len(evaluation) and not held_out.intersection(drawn)
-
-
-def test_evaluation_problems_would_be_drawn_often():
-  settings = {"max_ops": 2, "eval_size": 20}
-  held_out = set(questions("remainder", 20, split="eval", **settings))
-  free = questions("remainder", 3000, **settings | {"eval_size": 1})
-  assert len(held_out.intersection(free)) > 5
+  if "eval_size" in settings:  # Otherwise they would often be drawn.
+    free = questions(task, 3000, **settings | {"eval_size": 1})
+    assert len(held_out.intersection(free)) > 5
 
 
 @either

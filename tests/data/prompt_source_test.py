@@ -43,15 +43,13 @@ class TestTemplates:
     template = prompt_source.completion(tokenizer)
     assert tokenizer.decode(template(example("7+5?"))) == "7+5?"
 
-  def test_few_shot_shows_solved_examples(self, tokenizer):
+  def test_few_shot_shows_solved_examples_but_never_the_asked_one(
+    self, tokenizer
+  ):
     template = prompt_source.few_shot(tokenizer, pool=POOL, shots=2)
-    text = tokenizer.decode(template(example("12+34=")))
-    assert text == "1+1=2\n2+2=4\n12+34="
-
-  def test_few_shot_never_shows_the_asked_question(self, tokenizer):
-    template = prompt_source.few_shot(tokenizer, pool=POOL, shots=2)
-    text = tokenizer.decode(template(example("2+2=")))
-    assert text == "1+1=2\n3+3=6\n2+2="
+    shown = lambda question: tokenizer.decode(template(example(question)))
+    assert shown("12+34=") == "1+1=2\n2+2=4\n12+34="
+    assert shown("2+2=") == "1+1=2\n3+3=6\n2+2="
 
   def test_formats_leave_other_braces_alone(self, tokenizer):
     template = prompt_source.few_shot(
@@ -158,10 +156,6 @@ class TestPromptSource:
     first, _ = prompts.draw(state, 3)
     assert state == prompts.init()
     assert prompts.draw(state, 3)[0] == first
-
-  def test_no_prompts_change_nothing(self, tokenizer):
-    prompts = make_prompts(tokenizer, POOL)
-    _, state = prompts.draw(prompts.init(), 3)
     assert prompts.draw(state, 0) == ([], state)
 
   def test_a_draw_is_a_group_of_its_own(self, tokenizer):
@@ -254,7 +248,7 @@ class TestPromptSource:
   def test_one_short_prompt_is_enough(self, tokenizer):
     source = [example("1" * (8 + bool(n))) for n in range(20)]
     settings = {"max_prompt_length": 8, "on_long": "drop"}
-    drawn = draw(make_prompts(tokenizer, source, **settings), 30)
+    drawn = draw(make_prompts(tokenizer, source, **settings), 3)
     assert {prompt.example_id for prompt in drawn} == {0}
 
   def test_empty_source(self, tokenizer):

@@ -130,8 +130,8 @@ class TestSuccesses:
   @pytest.mark.slow
   @pytest.mark.parametrize(
     "changes",
-    [{}, {"schedule__lag": 1}, {"data__order": "dars"}],
-    ids=["plain", "lag", "second look"],
+    [{}, {"schedule__lag": 1, "data__order": "dars"}],
+    ids=["plain", "lag and second look"],
   )
   def test_a_run_adds_and_resumes_bit_for_bit(self, model, tmp_path, changes):
     register.reward("rare", lambda tokens: sum(tokens) % 7 == 0)

@@ -51,14 +51,22 @@ class TestLayouts:
     ]
 
   @pytest.mark.parametrize(
-    "number, answer",
+    "fields, answer",
     [
-      *((3, "3"), (3.0, "3.0"), (0.00001, "0.00001"), (-2.5e-7, "-0.00000025")),
-      *((1e16, "1" + "0" * 16), (10**30, "1" + "0" * 30)),
+      *(({"answer": x}, str(x)) for x in (3, 3.0, 10**30)),
+      *(({"answer": 0.00001}, "0.00001"), ({"answer": -2.5e-7}, "-0.00000025")),
+      ({"answer": 1e16}, "1" + "0" * 16),
+      # Columns of data sets for TRL, of OlympiadBench and of verl.
+      *(({"ground_truth": "2"}, "2"), ({"solution": "2"}, "2")),
+      *(({"answer": "2", x: "1+1"}, "2") for x in ("ground_truth", "solution")),
+      ({"final_answer": ["2"]}, "2"),
+      ({"reward_model": {"ground_truth": {"a": [1]}}}, '{"a": [1]}'),
+      # GSM8K has its solution in the answer.
+      ({"answer": "<<2*36=72>>72\n#### 72"}, "<<2*36=72>>72\n#### 72"),
     ],
   )
-  def test_an_answer_may_be_a_number(self, number, answer):
-    assert example(question="1?", answer=number).answer == answer
+  def test_answers(self, fields, answer):
+    assert example(question="1+1?", **fields).answer == answer
 
   def test_verl(self):
     found = example(**VERL)
@@ -66,29 +74,12 @@ class TestLayouts:
     assert found.messages == ASKED and found.source == "openai/gsm8k"
     assert found.columns == VERL
 
-  @pytest.mark.parametrize("column", ["ground_truth", "solution"])
-  def test_answers_as_data_sets_for_trl_name_them(self, column):
-    assert example(prompt=ASKED, **{column: "2"}).answer == "2"
-    both = {"problem": "1+1?", "answer": "2", column: "As 1+1 is 2"}
-    assert example(**both).answer == "2"
-
-  def test_olympiadbench_has_a_list_of_answers(self):
-    assert example(question="1+1?", final_answer=["2"]).answer == "2"
-
-  def test_verl_with_a_structure_as_ground_truth(self):
-    found = example(**VERL | {"reward_model": {"ground_truth": {"a": [1]}}})
-    assert found.answer == '{"a": [1]}'
-
   def test_trl(self):
     text = example(prompt="1+1?", answer=2.5, tests=["x"])
     assert (text.question, text.answer, text.messages) == ("1+1?", "2.5", None)
     assert text.columns["tests"] == ["x"]
     found = example(prompt=ASKED, tests=["x"])
     assert found.messages == ASKED and found.answer == ""
-
-  def test_openai_gsm8k_keeps_its_solution(self):
-    answer = "2 * 36 = <<2*36=72>>72\n#### 72"
-    assert example(question="?", answer=answer).answer == answer
 
   def test_columns_of_other_names(self, tmp_path):
     path = jsonl(tmp_path, {"problem": "1?", "meta": {"gold": 1, "n": 7}})

@@ -75,7 +75,7 @@ def units(seed: int, *, hosts: int, faulty: bool, hard: bool) -> Episode:
       group = (int(rng.choice(group)),)
     _unit_fault(rng, x[host, onset:], noise, group, kind)
   x[rng.random(x.shape, np.float32) < 0.02] = np.nan
-  return Episode(x, roles, host, onset, kind, kind)
+  return Episode(x, roles, host, onset, kind)
 
 
 def _load(rng, time) -> np.ndarray:
@@ -166,7 +166,7 @@ def unseen(seed: int, *, hosts: int, faulty: bool, hard: bool) -> Episode:
     start = rng.integers(seconds)
     x[i, start : start + rng.integers(5, 60)] = np.nan
   x *= np.exp(rng.normal(0, 3, metrics)).astype(np.float32)
-  return Episode(x, roles, host, onset, kind, kind)
+  return Episode(x, roles, host, onset, kind)
 
 
 def _common(rng, kinds, seconds, metrics) -> np.ndarray:

@@ -60,17 +60,10 @@ class Episode(NamedTuple):
   host: int  # The broken host; -1 if there is none.
   onset: int  # Second at which it breaks.
   kind: str
-  shape: str
 
 
 def episode(
-  seed: int,
-  *,
-  hosts: int,
-  faulty: bool,
-  seconds: int = 900,
-  hard: bool = False,
-  bias: float = 60.0,
+  seed: int, *, hosts: int, faulty: bool, hard: bool = False
 ) -> Episode:
   """Draws an episode, determined by its arguments.
 
@@ -78,15 +71,13 @@ def episode(
     seed: random seed.
     hosts: number of hosts.
     faulty: whether one host breaks.
-    seconds: length of the record.
     hard: whether to use the hard profile.
-    bias: largest permanent difference of a healthy host.
   """
   rng = np.random.default_rng((20241102, seed))
-  more = 2.0 if hard else 1.0
+  more, seconds = (2.0 if hard else 1.0), 900
   roles = _roles(rng, hosts)
-  x = _healthy(rng, roles, seconds, more, bias)
-  host, onset, kind, shape = -1, 0, "", ""
+  x = _healthy(rng, roles, seconds, more)
+  host, onset, kind = -1, 0, ""
   if faulty:
     host = int(rng.integers(hosts))
     onset = int(rng.integers(180, seconds - 420))
@@ -100,7 +91,7 @@ def episode(
   for _ in range(rng.poisson(0.2 * hosts)):
     start = rng.integers(seconds)
     x[rng.integers(hosts), start : start + rng.integers(5, 30)] = np.nan
-  return Episode(x, roles, host, onset, kind, shape)
+  return Episode(x, roles, host, onset, kind)
 
 
 def _roles(rng: np.random.Generator, hosts: int) -> tuple[str, ...]:
@@ -114,13 +105,13 @@ def _roles(rng: np.random.Generator, hosts: int) -> tuple[str, ...]:
   return tuple(role for role, n in counts.items() for _ in range(n))
 
 
-def _healthy(rng, roles, seconds, more, bias) -> np.ndarray:
+def _healthy(rng, roles, seconds, more) -> np.ndarray:
   """Draws metrics in units of the per-second noise of the normal profile."""
   hosts, metrics = len(roles), len(METRICS)
   x = _noise(rng, hosts, seconds) * more
   time = np.arange(seconds)
   # Hosts differ permanently, by more in some metrics, and drift apart slowly.
-  far = np.exp(rng.uniform(np.log(0.5), np.log(bias), metrics)) * more
+  far = np.exp(rng.uniform(np.log(0.5), np.log(60), metrics)) * more
   offsets = rng.uniform(-far, far, (hosts, metrics))
   slopes = rng.normal(0, 0.5 * more, (hosts, metrics))
   slopes *= rng.random(metrics) < 0.3

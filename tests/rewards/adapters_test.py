@@ -63,12 +63,12 @@ def scalar(completions, **kwargs):
 """
 
 
-def verdicts(path, source, *, name, function, calls, workers=0, deadline_s=5.0):
+def verdicts(path, name, function, calls, workers=0):
   file = path / "own_score_functions.py"
-  file.write_text(source)
+  file.write_text({"verl": VERL, "trl": TRL}[name])
   reward = rewards.get_reward(name, str(file), function)
   with contextlib.closing(
-    rewards.RewardPool(reward, workers=workers, deadline_s=deadline_s)
+    rewards.RewardPool(reward, workers=workers, deadline_s=1.0)
   ) as pool:
     return pool.judge(calls)
 
@@ -96,22 +96,17 @@ def fresh(monkeypatch):
 class TestVerl:
   @pytest.mark.parametrize("workers", [0, 1])
   def test_numbers_and_mappings(self, tmp_path, workers):
-    found = verdicts(
-      tmp_path,
-      VERL,
-      name="verl",
-      function="compute_score",
-      workers=workers,
-      calls=[
-        call("4", data_source="dapo", reward_model={"ground_truth": "4"}),
-        call("4", data_source="dapo", reward_model={"ground_truth": "5"}),
-        call("", data_source="plain", extra_info={"level": 0.75}),
-        call("", data_source="numpy"),
-        call("", data_source="bad"),
-        call("a", reward_model={"ground_truth": {"target": "a"}}),
-      ],
-    )
-    right, wrong, plain, low, bad, other = found
+    calls = [call("hang")] * workers + [
+      call("4", data_source="dapo", reward_model={"ground_truth": "4"}),
+      call("4", data_source="dapo", reward_model={"ground_truth": "5"}),
+      call("", data_source="plain", extra_info={"level": 0.75}),
+      call("", data_source="numpy"),
+      call("", data_source="bad"),
+      call("a", reward_model={"ground_truth": {"target": "a"}}),
+    ]
+    found = verdicts(tmp_path, "verl", "compute_score", calls, workers)
+    *killed, right, wrong, plain, low, bad, other = found
+    assert [v.error for v in killed] == ["timeout"] * workers
     parts = {"acc": 1.0, "n": 3.0}
     assert right == rewards.Verdict(True, "4", value=1.0, parts=parts)
     assert (wrong.correct, wrong.value) == (False, -1.0)
@@ -120,81 +115,43 @@ class TestVerl:
     assert "it must have 'score'" in bad.error
     assert other == rewards.Verdict(True, value=1.0)
 
-  def test_one_that_hangs_is_killed(self, tmp_path):
-    hangs, right = verdicts(
-      tmp_path,
-      VERL,
-      name="verl",
-      function="compute_score",
-      workers=1,
-      calls=[
-        call("hang"),
-        call("4", data_source="dapo", reward_model={"ground_truth": "4"}),
-      ],
-    )
-    assert hangs.error == "timeout" and right.correct
-
 
 class TestTrl:
-  @pytest.mark.parametrize("workers", [0, 1])
-  def test_functions_are_parts(self, tmp_path, workers):
-    (found,) = verdicts(
-      tmp_path,
-      TRL,
-      name="trl",
-      function="length, right",
-      workers=workers,
-      calls=[
-        call("4") | {"columns": {"prompt": "2+2?", "answer": "4", "level": 1}}
-      ],
-    )
+  def test_functions_are_parts(self, tmp_path):
+    calls = [
+      call("4") | {"columns": {"prompt": "2+2?", "answer": "4", "level": 1}}
+    ]
+    (found,) = verdicts(tmp_path, "trl", "length, right", calls)
     parts = {"length": 1.0, "right": 2.5}
     assert found == rewards.Verdict(True, value=3.5, parts=parts)
 
   def test_a_conversation_is_answered_by_messages(self, tmp_path):
     messages = [{"role": "user", "content": "2+2?"}]
-    right, none = verdicts(
-      tmp_path,
-      TRL,
-      name="trl",
-      function="said",
-      calls=[call("4", messages=messages), call("5", messages=messages)],
-    )
+    calls = [call(text, messages=messages) for text in "45"]
+    right, none = verdicts(tmp_path, "trl", "said", calls)
     assert right == rewards.Verdict(True, value=1.0, parts={"said": 1.0})
     assert "no function gave this response a reward" in none.error
 
-  @pytest.mark.parametrize("workers", [0, 2])
-  def test_compares_the_responses_of_a_group(self, tmp_path, workers):
+  def test_compares_the_responses_of_a_group(self, tmp_path):
     calls = [
-      call(text, level=1) | {"group": group, "columns": {"level": group}}
+      call(text) | {"group": group, "columns": {"level": group}}
       for text, group in (("aa", 3), ("b", 5), ("aaaa", 3), ("bbb", 5))
     ]
-    found = verdicts(
-      tmp_path, TRL, name="trl", function="rank", workers=workers, calls=calls
-    )
+    found = verdicts(tmp_path, "trl", "rank", calls)
     assert [v.value for v in found] == [3, 5, 4, 6]  # Its index plus `level`.
 
   def test_one_that_hangs_loses_its_group_alone(self, tmp_path):
     calls = [
-      call(text) | {"group": i // 2, "columns": {"level": 0}}
-      for i, text in enumerate(["a", "hang", "a", "bb", "bad", "a"])
+      call(text) | {"group": i // 2, "columns": {"level": 1}}
+      for i, text in enumerate(["a", "hang", "bb", "b", "bad", "a"])
     ]
-    found = verdicts(
-      tmp_path,
-      TRL,
-      name="trl",
-      function="rank",
-      workers=2,
-      deadline_s=0.5,
-      calls=calls,
-    )
+    found = verdicts(tmp_path, "trl", "rank", calls, workers=2)
     assert [v.error for v in found[:4]] == ["timeout"] * 2 + [None] * 2
+    assert [v.value for v in found[2:4]] == [2, 1]
     assert all("KeyError: 'bad'" in v.error for v in found[4:])
 
   def test_a_list_is_wanted(self, tmp_path):
-    (found,) = verdicts(
-      tmp_path, TRL, name="trl", function="scalar", calls=[call("4")]
-    )
+    (found,) = verdicts(tmp_path, "trl", "scalar", [call("4")])
     assert "scalar returned '1.0'; return a list" in found.error
 
 

@@ -4,61 +4,25 @@ import dataclasses
 import re
 
 import numpy as np
-from helpers import tiny_run
+from helpers import texts
 
 from jaxrl_llm import rewards
-from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.types import Status
 
 
-def problem(text, answer):
-  """Makes a prompt without tokens."""
-  return Prompt(
-    id="book-7",
-    question=text,
-    answer=answer,
-    source="book",
-    example_id=0,
-    group_id=0,
-    tokens=(),
-    text=text,
-  )
-
-
-def decode(tokens):
-  """Tokens are code points."""
-  return "".join(chr(t) for t in tokens)
-
-
-def written(texts, status):
-  """Makes a rollout of the given texts."""
-  rollout = tiny_run.random_rollout(
-    np.random.default_rng(0), rows=len(texts), room=6, group_size=2
-  )
-  tokens = np.full((len(texts), 6), ord("7"), np.int32)  # No end token.
-  for i, text in enumerate(texts):
-    tokens[i, : len(text)] = [ord(c) for c in text]
-  lengths = np.asarray([len(text) for text in texts], np.int32)
-  return rollout.replace(
-    tokens=tokens,
-    lengths=lengths,
-    mask=np.arange(6) < lengths[:, None],
-    status=np.asarray(status, np.int32),
-  )
-
-
 class TestJudge:
   TEXTS = ["#1.", "#2.", "#12.", "#2."]
-  PROBLEMS = [problem("1+0?", "1"), problem("0+1?", "1")] + [
-    problem("1+1?", "2")
-  ] * 2
+  PROBLEMS = [
+    texts.make_prompt(7, question, answer)
+    for question, answer in zip(("1+0?", "0+1?", "1+1?", "1+1?"), "1122")
+  ]
 
   def judge(self, reward=rewards.chain_sum, status=(Status.FINISHED,) * 4):
     judge = Judge(
-      decode, rewards.RewardPool(reward), correct=2.0, incorrect=-3.0
+      texts.decode, rewards.RewardPool(reward), correct=2.0, incorrect=-3.0
     )
-    rollout = written(self.TEXTS, status)
+    rollout = texts.write(self.TEXTS, status)
     judged = judge(rollout, self.PROBLEMS)
     return rollout, judged.responses, judged
 
@@ -85,10 +49,10 @@ class TestJudge:
         raise KeyError(response)
       return float(response)
 
-    judge = Judge(decode, rewards.RewardPool(failing), name="mine")
+    judge = Judge(texts.decode, rewards.RewardPool(failing), name="mine")
     told = []
     judge.tell = told.append
-    rollout = written(self.TEXTS, [Status.FINISHED] * 4)
+    rollout = texts.write(self.TEXTS, [Status.FINISHED] * 4)
     judged = judge(rollout, self.PROBLEMS)
     assert (
       list(judged.new_failures) == [0, 2] and not judged.responses.judged.any()
@@ -110,8 +74,8 @@ class TestJudge:
       dataclasses.replace(problem, columns={"level": level})
       for problem, level in zip(self.PROBLEMS, (0, 0.2, 0.1, 0.5))
     ]
-    judge = Judge(decode, pool, correct=2.0, incorrect=-3.0)
-    rollout = written(self.TEXTS, [Status.FINISHED] * 4)
+    judge = Judge(texts.decode, pool, correct=2.0, incorrect=-3.0)
+    rollout = texts.write(self.TEXTS, [Status.FINISHED] * 4)
     responses = judge(rollout, problems).responses
     np.testing.assert_allclose(responses.rewards, [0, 0.6, -0.2, 0], atol=1e-6)
     # Correctness does not depend on the other component.
@@ -126,9 +90,9 @@ class TestJudge:
       seen.append((prompt, tokens, finished, source, id, columns, x))
       return True
 
-    judge = Judge(decode, rewards.RewardPool(reading))
+    judge = Judge(texts.decode, rewards.RewardPool(reading))
     problem = dataclasses.replace(self.PROBLEMS[0], columns={"x": 4})
-    judge(written(["#1."], [Status.OVERLONG]), [problem])
+    judge(texts.write(["#1."], [Status.OVERLONG]), [problem])
     text = [ord(c) for c in "#1."]
     assert seen == [("1+0?", text, False, "book", "book-7", {"x": 4}, 4)]
 
@@ -136,23 +100,25 @@ class TestJudge:
     seen = []
 
     def reading(response, tokens, answer):
-      seen.append((response, decode(tokens)))
-      return rewards.numeric(response, answer)
+      seen.append((response, texts.decode(tokens)))
+      return rewards.numeric(response, answer, finished=True)
 
-    judge = Judge(decode, rewards.RewardPool(reading))
+    judge = Judge(texts.decode, rewards.RewardPool(reading))
     # Two turns of the model, between which the environment says 42.
-    rollout = written(["a=42b", "a=42"], [Status.FINISHED] * 2)
+    rollout = texts.write(["a=42b", "a=42"], [Status.FINISHED] * 2)
     rollout.mask[:, 2:4] = False
-    judged = judge(rollout, [problem("?", "42")] * 2)
+    judged = judge(rollout, [texts.make_prompt(0, "?", "42")] * 2)
     assert seen == [("a=\nb", "a=b"), ("a=", "a=")]
-    assert not judged.responses.correct.any()
+    assert judged.responses.judged.all() and not judged.responses.correct.any()
     assert judged.texts == ["a=42b", "a=42"]  # For people.
 
   def test_a_fault_of_the_environment_leaves_no_verdict(self):
-    judge = Judge(decode, rewards.RewardPool(rewards.chain_sum), name="mine")
+    judge = Judge(
+      texts.decode, rewards.RewardPool(rewards.chain_sum), name="mine"
+    )
     told = []
     judge.tell = told.append
-    rollout = written(self.TEXTS, [Status.FINISHED] * 4)
+    rollout = texts.write(self.TEXTS, [Status.FINISHED] * 4)
     talks = {"3": '{"turns": 2, "rewards": {}, "failed": "timeout"}'}
     judged = judge(rollout, self.PROBLEMS, talks)
     np.testing.assert_array_equal(judged.responses.judged, [1, 1, 1, 0])
@@ -160,7 +126,7 @@ class TestJudge:
     assert told == ["reward mine: environment: timeout on book-7"]
 
   def test_rewards_are_one_and_nothing_unless_asked(self):
-    judge = Judge(decode, rewards.RewardPool(rewards.chain_sum))
-    rollout = written(self.TEXTS, [Status.FINISHED] * 4)
+    judge = Judge(texts.decode, rewards.RewardPool(rewards.chain_sum))
+    rollout = texts.write(self.TEXTS, [Status.FINISHED] * 4)
     responses = judge(rollout, self.PROBLEMS).responses
     np.testing.assert_array_equal(responses.rewards, [1.0, 0.0, 0.0, 1.0])

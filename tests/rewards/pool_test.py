@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 
@@ -29,6 +30,7 @@ _FORGED = {
   "type": "[7, null]",
   "no number": "[[true, null, null, NaN, {}], null]",
   "depth": "[" * 100_000,
+  "error": '[[[true, "forged", 7, null, {}]], null]',
 }
 
 
@@ -61,8 +63,10 @@ class Prepared:
     return Verdict(True, os.environ["PREPARED_BY"])
 
 
-def moody(response, answer, *, finished):
+def moody(response, answer, *, finished, level=None):
   """Behaves as the response says."""
+  if level is not None:
+    return level == 3
   if response == "hang":
     while True:
       time.sleep(3600)
@@ -82,7 +86,7 @@ def moody(response, answer, *, finished):
       subprocess.Popen(["sleep", _LONG])
     time.sleep(3600)
   if response == "babble":
-    print("la " * 5_000_000, flush=True)
+    print("la " * 100_000, flush=True)
   if response in _NO_VERDICTS:
     return _NO_VERDICTS[response]
   if response == "devour":
@@ -101,7 +105,7 @@ def moody(response, answer, *, finished):
     subprocess.Popen(["sleep", _LONG], start_new_session=True)
     return True
   if response == "talk":
-    return Verdict(True, "x" * 10**8)
+    return Verdict(True, "x" * (2 * 10**7))
   if response == "pid":
     return Verdict(True, str(os.getpid()))
   return Verdict(response == answer and finished, response[:100])
@@ -134,18 +138,23 @@ class TestInline:
       rewards.RewardPool(lambda r, a, finished: None, workers=1)
 
 
+@pytest.fixture(scope="module")
+def pool():
+  """A pool with one worker, as no response may affect a later one."""
+  with contextlib.closing(rewards.RewardPool(moody, workers=1)) as pool:
+    yield pool
+
+
 class TestWorkers:
-  def test_long_text_and_a_process_for_every_response(self):
-    here = psutil.Process()
-    with contextlib.closing(rewards.RewardPool(moody, workers=1)) as pool:
-      workers = set(here.children())
-      long = "\u2212\n" * 500_000
-      verdicts = judge(pool, [long, "pid", "pid"], [long, "", ""], [True] * 3)
-      assert verdicts[0].correct
-      verdicts += judge(pool, ["pid"], [""], [True])
-      assert judge(pool, [], [], []) == []
-      # A restart would cost more than many verdicts.
-      assert set(here.children()) == workers
+  def test_long_text_and_a_process_for_every_response(self, pool):
+    workers = set(psutil.Process().children())
+    long = "\u2212\n" * 500_000
+    verdicts = judge(pool, [long, "pid", "pid"], [long, "", ""], [True] * 3)
+    assert verdicts[0].correct
+    verdicts += judge(pool, ["pid"], [""], [True])
+    assert judge(pool, [], [], []) == []
+    # A restart would cost more than many verdicts.
+    assert set(psutil.Process().children()) == workers
     assert len({verdict.extracted for verdict in verdicts[1:]}) == 3
 
   def test_what_a_reward_prepares_is_there_for_every_response(self):
@@ -165,13 +174,19 @@ class TestWorkers:
         verdicts = judge(pool, ["a"] * 4, ["a"] * 4, [True] * 4)
         assert verdicts == [Verdict(True, "a")] * 4
 
-  def test_what_is_no_answer_is_a_crash(self):
-    with contextlib.closing(rewards.RewardPool(moody, workers=1)) as pool:
-      bad = ["forge", "write_pipe", "talk", *_FORGED]
-      texts = [text for name in bad for text in (name, "a")]
-      verdicts = judge(pool, texts, ["a"] * len(texts), [True] * len(texts))
-      assert verdicts[::2] == [Verdict(False, None, "crash")] * len(bad)
-      assert verdicts[1::2] == [Verdict(True, "a")] * len(bad)
+  def test_what_is_no_answer_is_a_crash(self, pool):
+    bad = ["forge", "write_pipe", "talk", *_FORGED]
+    texts = [text for name in bad for text in (name, "a")]
+    verdicts = judge(pool, texts, ["a"] * len(texts), [True] * len(texts))
+    assert verdicts[::2] == [Verdict(False, None, "crash")] * len(bad)
+    assert verdicts[1::2] == [Verdict(True, "a")] * len(bad)
+
+  def test_columns_that_json_lacks(self, pool):
+    columns = ({"level": x} for x in (np.float32(3), np.arange(2), {3}))
+    rest = {"response": "", "answer": "", "finished": True}
+    right, wrong, failed = pool.judge([rest | {"columns": x} for x in columns])
+    assert (right, wrong) == (Verdict(True), Verdict(False))
+    assert failed.error.startswith("error: TypeError: workers cannot be sent a")
 
 
 def processes(argument):
@@ -181,16 +196,14 @@ def processes(argument):
 
 
 class TestHostile:
-  def test_no_response_reaches_the_verdicts_after_it(self):
-    with contextlib.closing(rewards.RewardPool(moody, workers=1)) as pool:
-      texts = ["monkey", "a", "wrong"]
-      verdicts = judge(pool, texts, ["a"] * 3, [True] * 3)
+  def test_no_response_reaches_the_verdicts_after_it(self, pool):
+    texts = ["monkey", "a", "wrong"]
+    verdicts = judge(pool, texts, ["a"] * 3, [True] * 3)
     assert verdicts == [Verdict(text == "a", text) for text in texts]
 
-  def test_no_daemon_outlives_its_response(self):
-    with contextlib.closing(rewards.RewardPool(moody, workers=1)) as pool:
-      assert judge(pool, ["daemon"], ["a"], [True]) == [Verdict(True)]
-      assert not processes(_LONG)
+  def test_no_daemon_outlives_its_response(self, pool):
+    assert judge(pool, ["daemon"], ["a"], [True]) == [Verdict(True)]
+    assert not processes(_LONG)
 
   def test_each_costs_its_own_sample_and_leaves_nothing(self):
     expected = {
@@ -199,7 +212,7 @@ class TestHostile:
       **dict.fromkeys(["die", "segfault"], "crash"),
       **dict.fromkeys(["raise", "devour", *_NO_VERDICTS], "error"),
     }
-    texts = [text for name in expected for text in (name, "a")] * 2
+    texts = [text for name in expected for text in (name, "a")]
     here = psutil.Process()
     descriptors, children = here.num_fds(), set(here.children())
     with contextlib.closing(

@@ -18,7 +18,7 @@ class TestAsVerdict:
       (np.float32(2), Verdict(True, value=2.0)),
       (np.ones((1,)), Verdict(True, value=1.0)),
       ({"a": True, "b": 2}, Verdict(True, value=3.0, parts={"a": 1, "b": 2})),
-      (Verdict(np.True_, 7), Verdict(True, "7")),
+      (Verdict(np.True_, 7, error=""), Verdict(True, "7")),
       (Verdict(None, "7", value=0.75), Verdict(True, "7", value=0.75)),
       (
         Verdict(False, parts={"a": 2}),
@@ -61,6 +61,7 @@ class TestAsVerdict:
       (Verdict("yes", None), "Verdict.correct is 'yes'"),
       (Verdict(1), "Verdict.correct is 1;"),
       (Verdict(None), "Verdict.correct is None"),
+      (Verdict(False, error=KeyError("x")), "Verdict.error is KeyError"),
       ("0.5", "the reward is '0.5'; give a number"),
       (None, "the reward is None; give a number"),
       ([1.0, 2.0], "give a number"),
