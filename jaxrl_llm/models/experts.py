@@ -263,7 +263,13 @@ def _dispatch(experts, tokens, shape, routing: Routing, kind: ExpertsKind):
   sizes = tokens[0].shape[: len(split)]
   ways = [math.prod(mesh.shape[axis] for axis in names) for names in split]
   pads = [(0, -size % way) for size, way in zip(sizes, ways)]
-  tokens = [jnp.pad(x, pads + [(0, 0)] * (x.ndim - len(pads))) for x in tokens]
+  # Padding chooses no expert of a group: k equal choices of a token would take
+  # the rows of other tokens.
+  fills = (0, kind.num_experts if axes else 0, 0, 0)
+  tokens = [
+    jnp.pad(x, pads + [(0, 0)] * (x.ndim - len(pads)), constant_values=fill)
+    for x, fill in zip(tokens, fills)
+  ]
 
   def on_device(experts, *tokens):
     flat = (x.reshape(-1, *x.shape[len(split) :]) for x in tokens)
