@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,11 +116,12 @@ class TestGenerate:
     ]
     assert ask(slots=3) == ask(slots=8) != ask(seed=1)
 
-  def test_a_run_has_its_own_stop_tokens(self, settings, tmp_path):
-    config = config_lib.method(
-      "grpo", **settings | {"sampler.stop": ("1", "2"), "run.steps": 1}
-    )
-    policy = jaxrl_llm.train(config, tmp_path / "run")
+  def test_a_run_has_its_own_stop_tokens(self, trained, tmp_path):
+    folder = shutil.copytree(trained[1], tmp_path / "run")
+    config = json.loads((folder / "config.json").read_text())
+    config["sampler"]["stop"] = ["1", "2"]
+    (folder / "config.json").write_text(json.dumps(config))
+    policy = jaxrl_llm.load(folder)
     responses = policy.generate("3+5?", samples=32, max_new_tokens=12)[0]
     texts = [response["text"] for response in responses]
     assert any(text.endswith(("1", "2")) for text in texts)
