@@ -204,12 +204,14 @@ class Experts(nnx.Module):
     tokens = x.reshape(-1, x.shape[-1])
     probs = jax.nn.softmax(self.router(tokens).astype(jnp.float32))
     _, chosen = jax.lax.top_k(probs, kind.per_token)
+    counted = jnp.ones(shape, bool) if routing.valid is None else routing.valid
     if routing.choices is not None:
       given = routing.choices.reshape(chosen.shape).astype(chosen.dtype)
-      chosen = jnp.where(given < 0, chosen, given)
+      # Padding may have k equal choices, which would take other tokens' rows.
+      replayed = (given >= 0) & counted.reshape(-1, 1)
+      chosen = jnp.where(replayed, given, chosen)
     weights = jnp.take_along_axis(probs, chosen, axis=-1)
     weights /= jnp.sum(weights, axis=-1, keepdims=True)
-    counted = jnp.ones(shape, bool) if routing.valid is None else routing.valid
     repeated = jnp.repeat(counted.reshape(-1), kind.per_token)
     load = jnp.bincount(
       chosen.reshape(-1),

@@ -108,13 +108,18 @@ def test_the_sampler_may_be_folded():
   assert_trees_close(prefill(make_fns(mesh))(placed), expected)
 
 
-def test_padding_does_not_displace_tokens():
-  """All tokens of a row that must be padded choose the experts 0 and 1."""
+@pytest.mark.parametrize(("time", "real"), [(7, 7), (8, 5)])
+def test_padding_does_not_displace_tokens(time, real):
+  """All tokens use the experts 0 and 1; rows are padded here or before."""
   module = tiny_experts.make(logits=tiny_experts.LOGITS)
-  x = np.tile(tiny_experts.LOGITS[:1], (4, 7, 1))
+  x = np.tile(tiny_experts.LOGITS[:1], (4, time, 1))
+  valid = np.broadcast_to(np.arange(time) < real, (4, time))
+  choices = np.where(valid[..., None], np.int8([0, 1]), np.int8([0, 0]))
   mesh = sharding.make_mesh(**MESHES["both"])
   place = context.leading(sharding.packed_kv_sharding(mesh, 2), 2)
-  run = lambda place: jax.jit(lambda x: module(x, Routing(sharding=place))[0])
+  run = lambda place: jax.jit(
+    lambda x: module(x, Routing(valid, choices, place))[0][:, :real]
+  )
   assert_trees_close(run(place)(x), run(None)(x))
 
 
