@@ -178,6 +178,9 @@ def test_turns_of_a_prefix_are_played_again():
   assert found[2]["rewards"] == {"points": 2.0}
   tokens = rollout.tokens.tolist()
   assert seen == [[tokens[1][:2], tokens[2][:2]], [tokens[2][4:6]]]
+  config.call = lambda calls: [(None, "late")] * len(calls)
+  with pytest.raises(InputError, match="failed on a known turn"):
+    truth.replay(config, rollout, [None] * 3)
 
 
 @pytest.mark.slow
@@ -227,18 +230,3 @@ def test_bad_flags_are_one_line(tmp_path, flags, problem):
 
 def test_returns_that_do_not_vary_have_no_ceiling():
   assert np.isnan(critic.ceiling(np.ones((3, 2))))
-
-
-def test_a_turn_that_cannot_be_played_again_is_one_line():
-  rollout = tiny_run.random_rollout(np.random.default_rng(0), rows=1)
-  origin = np.zeros_like(rollout.origin)
-  origin[:, 1:2] = Origin.FOREIGN
-  lengths = np.array([3], np.int32)
-  config = types.SimpleNamespace(
-    begin=lambda prompt: '{"state": 0, "turns": 0, "rewards": {}}',
-    decode=str,
-    call=lambda calls: [(None, "late")],
-  )
-  rollout = rollout.replace(lengths=lengths, origin=origin)
-  with pytest.raises(InputError, match="failed on a known turn"):
-    truth.replay(config, rollout, [None])
