@@ -33,9 +33,9 @@ def settings(model):
 
 @pytest.fixture(scope="module")
 def trained(settings, tmp_path_factory):
-  """The policy of a run, and its folder."""
+  """The policy of a run with a critic, and its folder."""
   folder = tmp_path_factory.mktemp("run") / "run"
-  config = config_lib.method("grpo", **settings)
+  config = config_lib.method("vapo", **settings)
   return jaxrl_llm.train(config, folder), folder
 
 
@@ -72,7 +72,7 @@ def test_a_run_trains_and_gives_its_policy(trained, settings):
 
 def test_the_same_call_goes_on(trained, settings, tmp_path, capsys):
   policy, folder = trained
-  config = config_lib.method("grpo", **settings)
+  config = config_lib.method("vapo", **settings)
   again = jaxrl_llm.train(config, folder)
   assert "already at its last step" in capsys.readouterr().out
   _equal(again.params, policy.params)
@@ -175,9 +175,8 @@ class TestEvaluate:
     assert found["wrong"]["avg@2"] == 0.0
 
   @pytest.mark.slow
-  def test_the_critic_of_a_run_values_responses(self, settings, tmp_path):
-    config = config_lib.method("vapo", **settings)
-    policy = jaxrl_llm.train(config, tmp_path / "run")
+  def test_the_critic_of_a_run_values_responses(self, trained):
+    policy, _ = trained
     config = policy_evaluation.make_config(policy, "", {"eval.samples": 4})
     (found,) = policy_evaluation.evaluations(policy, config, critic=True)
     assert found.values.shape == (4 * found.problems,)
@@ -199,7 +198,8 @@ class TestEvaluate:
   def test_refusals(self, trained):
     policy, _ = trained
     with pytest.raises(InputError, match="there is no critic; give a run with"):
-      config = policy_evaluation.make_config(policy, "", {})
+      changes = {"estimator.name": "group"}
+      config = policy_evaluation.make_config(policy, "", changes)
       list(policy_evaluation.evaluations(policy, config, critic=True))
     with pytest.raises(InputError, match="is a model directory; give the sets"):
       jaxrl_llm.load().evaluate()
