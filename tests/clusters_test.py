@@ -91,12 +91,6 @@ def _environment(**more):
   return programs.environment(PATH=path, **more)
 
 
-def _wait_for_a_step(run):
-  rows = run / "metrics.jsonl"
-  written = lambda: rows.exists() and rows.read_bytes().count(b"\n") > 1
-  programs.wait_until(written, "a step")
-
-
 def test_the_jobset_fits_together():
   [hosts] = _JOBSET["spec"]["replicatedJobs"]
   job = hosts["template"]["spec"]
@@ -151,7 +145,7 @@ class TestSlurm:
   ):
     run, requeued = tmp_path / "run", tmp_path / "requeued"
     job = sbatch(flags(run, 4), 2)
-    _wait_for_a_step(run)
+    programs.wait_for_lines(run / "metrics.jsonl", 2)
     pids = (tmp_path / "pids").read_text().split()
     os.kill(int(pids[1]), signal.SIGKILL)
     assert job.wait(120) == 128 + signal.SIGKILL
@@ -290,7 +284,7 @@ def TINY(config):
     [sys.executable, "job.py"], cwd=tmp_path, env=environment
   )
 
-  _wait_for_a_step(run)
+  programs.wait_for_lines(run / "metrics.jsonl", 2)
   (tmp_path / "killed").touch()
   pids = (tmp_path / "pids").read_text().split()
   os.kill(int(pids[1]), signal.SIGKILL)
