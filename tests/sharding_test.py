@@ -53,7 +53,11 @@ def _mesh(data=2, fsdp=2, tensor=2):
   return sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
 
 
-def _state_shapes(params):
+@functools.cache
+def _shapes(config, role):
+  """Returns the shapes of a train state."""
+  make = {"policy": models.make_policy, "value": models.make_value}[role]
+  params = jax.eval_shape(make(config).init, KEY)
   optimizer = optimizer_lib.make_optimizer(
     lambda step: 1e-3,
     max_grad_norm=1.0,
@@ -66,12 +70,6 @@ def _state_shapes(params):
     jax.tree.map(jnp.zeros_like, params), optimizer
   )
   return jax.eval_shape(create)
-
-
-@functools.cache
-def _shapes(config, role):
-  make = {"policy": models.make_policy, "value": models.make_value}[role]
-  return _state_shapes(jax.eval_shape(make(config).init, KEY))
 
 
 def _specs(tree, mesh):

@@ -195,16 +195,6 @@ class TestPallas:
     assert found == [pages]
 
   @ON_TPU
-  def test_smaller_blocks_give_the_same_attention(self, module):
-    tables, qkv = _block_tables(1), _qkv(make_kind(), 1, LENGTHS.max())
-
-    def attend(tokens):
-      make = module.make_pallas(make_kind(), sharding=None, kv_block=tokens)
-      return jax.jit(lambda *qkv: _on_pages(make, tables, *qkv))(*qkv)
-
-    _close(attend(PAGE), attend(0))
-
-  @ON_TPU
   def test_pages_before_the_window_are_not_read(self, module):
     backend = module.make_pallas(make_kind(window=4), sharding=None)
     q, k, v = map(np.array, _qkv(make_kind(), 1, LENGTHS.max()))

@@ -106,7 +106,6 @@ CASES = {
       "norm_topk_prob": True,
     },
   ),
-  "qwen3": ("Qwen3", {"head_dim": 16, "rope_theta": 1e6}),
   "qwen3 tied bias": (
     "Qwen3",
     {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
