@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,9 +33,9 @@ def settings(model):
 
 @pytest.fixture(scope="module")
 def trained(settings, tmp_path_factory):
-  """The policy of a run, and its folder."""
+  """The policy of a run with a critic, and its folder."""
   folder = tmp_path_factory.mktemp("run") / "run"
-  config = config_lib.method("grpo", **settings)
+  config = config_lib.method("vapo", **settings)
   return jaxrl_llm.train(config, folder), folder
 
 
@@ -71,7 +72,7 @@ def test_a_run_trains_and_gives_its_policy(trained, settings):
 
 def test_the_same_call_goes_on(trained, settings, tmp_path, capsys):
   policy, folder = trained
-  config = config_lib.method("grpo", **settings)
+  config = config_lib.method("vapo", **settings)
   again = jaxrl_llm.train(config, folder)
   assert "already at its last step" in capsys.readouterr().out
   _equal(again.params, policy.params)
@@ -115,11 +116,12 @@ class TestGenerate:
     ]
     assert ask(slots=3) == ask(slots=8) != ask(seed=1)
 
-  def test_a_run_has_its_own_stop_tokens(self, settings, tmp_path):
-    config = config_lib.method(
-      "grpo", **settings | {"sampler.stop": ("1", "2"), "run.steps": 1}
-    )
-    policy = jaxrl_llm.train(config, tmp_path / "run")
+  def test_a_run_has_its_own_stop_tokens(self, trained, tmp_path):
+    folder = shutil.copytree(trained[1], tmp_path / "run")
+    config = json.loads((folder / "config.json").read_text())
+    config["sampler"]["stop"] = ["1", "2"]
+    (folder / "config.json").write_text(json.dumps(config))
+    policy = jaxrl_llm.load(folder)
     responses = policy.generate("3+5?", samples=32, max_new_tokens=12)[0]
     texts = [response["text"] for response in responses]
     assert any(text.endswith(("1", "2")) for text in texts)
@@ -173,9 +175,8 @@ class TestEvaluate:
     assert found["wrong"]["avg@2"] == 0.0
 
   @pytest.mark.slow
-  def test_the_critic_of_a_run_values_responses(self, settings, tmp_path):
-    config = config_lib.method("vapo", **settings)
-    policy = jaxrl_llm.train(config, tmp_path / "run")
+  def test_the_critic_of_a_run_values_responses(self, trained):
+    policy, _ = trained
     config = policy_evaluation.make_config(policy, "", {"eval.samples": 4})
     (found,) = policy_evaluation.evaluations(policy, config, critic=True)
     assert found.values.shape == (4 * found.problems,)
@@ -197,7 +198,8 @@ class TestEvaluate:
   def test_refusals(self, trained):
     policy, _ = trained
     with pytest.raises(InputError, match="there is no critic; give a run with"):
-      config = policy_evaluation.make_config(policy, "", {})
+      changes = {"estimator.name": "group"}
+      config = policy_evaluation.make_config(policy, "", changes)
       list(policy_evaluation.evaluations(policy, config, critic=True))
     with pytest.raises(InputError, match="is a model directory; give the sets"):
       jaxrl_llm.load().evaluate()

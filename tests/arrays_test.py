@@ -38,15 +38,6 @@ class TestShapes:
       ValueError, match=r"values has shape \(2, 4\), not that of token_rewards"
     ):
       estimators.gae(REWARDS, np.zeros((2, 4)), MASK, gamma=1.0, lambda_=1.0)
-    with pytest.raises(ValueError, match=r"bootstrap_value has shape \(3,\)"):
-      estimators.gae(
-        REWARDS,
-        VALUES,
-        MASK,
-        gamma=1.0,
-        lambda_=1.0,
-        bootstrap_value=[0.0, 0.0, 0.0],
-      )
 
   def test_a_given_shape(self):
     with pytest.raises(ValueError, match=r"x has shape \(1,\), not 2 rows"):

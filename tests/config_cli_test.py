@@ -19,12 +19,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 VAPO = "--config=configs/vapo.py"
 
 
-@pytest.fixture
-def copied(model, tmp_path):
-  """A copy of the model that tests may corrupt."""
-  return pathlib.Path(shutil.copytree(model, tmp_path / "copy"))
-
-
 def assert_refused(arguments, *parts):
   """Checks the line with which scripts/train.py rejects its arguments."""
   line = programs.refused("train", *arguments)
@@ -224,26 +218,14 @@ class TestModel:
       self.start(tmp_path / "none")
 
   @pytest.mark.parametrize(
-    ("file", "text", "said"),
-    [
-      ("model.safetensors", None, "safetensors"),
-      ("model.safetensors", lambda data: data[:-100], "model.safetensors"),
-      ("config.json", lambda data: b"{", "config.json"),
-      (
-        "config.json",
-        lambda data: data.replace(b'"llama"', b'"mamba"'),
-        "config.json: key 'model_type' is 'mamba'",
-      ),
-      ("tokenizer.json", None, "tokenizer.json"),
-    ],
+    "file", ["model.safetensors", "config.json", "tokenizer.json"]
   )
-  def test_a_file_that_is_missing_or_damaged(self, copied, file, text, said):
-    data = (copied / file).read_bytes()
-    (copied / file).unlink()
-    if text is not None:
-      (copied / file).write_bytes(text(data))
-    with refused(copied, said):
-      self.start(copied)
+  def test_a_file_that_is_missing(self, model, tmp_path, file):
+    # Damaged files: models/hf_test.py.
+    ignored = shutil.ignore_patterns(file)
+    copy = shutil.copytree(model, tmp_path / "copy", ignore=ignored)
+    with refused(copy, file.removeprefix("model.")):
+      self.start(copy)
 
 
 class TestData:

@@ -10,16 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm import digest, sharding
 
-DTYPES = (
-  "float32",
-  "bfloat16",
-  "float16",
-  "float8_e4m3fn",
-  "int32",
-  "int8",
-  "uint16",
-  "bool",
-)
+DTYPES = "float32 bfloat16 float16 float8_e4m3fn int32 int8 uint16 bool".split()
 
 
 def random_bits(rng, shape, dtype):

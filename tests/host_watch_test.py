@@ -53,25 +53,17 @@ def start(model, folder):
 
 
 def rows(folder):
-  file = folder / "run/metrics.jsonl"
-  return metrics.read_rows(file) if file.exists() else []
+  return metrics.read_rows(folder / "run/metrics.jsonl")
 
 
 def said(folder):
   return (folder / "0.log").read_text()
 
 
-def wait_for_steps(started, folder):
-  """Waits for three rows; the run must not end before."""
-  ended = lambda: any(process.poll() is not None for process in started)
-  programs.wait_until(lambda: len(rows(folder)) > 2 or ended(), "steps")
-  assert not ended(), said(folder)
-
-
 @pytest.mark.slow(minutes=0.7)
 def test_one_that_is_frozen_and_one_that_is_slow_are_named(model, tmp_path):
   started = start(model, tmp_path)
-  wait_for_steps(started, tmp_path)
+  programs.wait_for_lines(tmp_path / "run/metrics.jsonl", 3, started)
   assert "suspect host" not in said(tmp_path)
   started[2].send_signal(signal.SIGSTOP)
   frozen = f"2-{socket.gethostname()}"

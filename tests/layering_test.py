@@ -12,6 +12,7 @@ L4  train, evaluate, workdir, config      compose the others
 """
 
 import ast
+import functools
 import itertools
 import pathlib
 import re
@@ -38,7 +39,7 @@ _L4 = {"trainer", "evaluate", "workdir", "config", "register", "methods"}
 _TOOLS = {"generate", "simulate"}
 _LEVELS = (_L0, _L1, _L2, _L3, _L4)
 _FRONT = {"api"}  # Imports everything for the names that the package exports.
-# Libraries that only the given modules or files may import.
+# Libraries that only the given modules may import.
 _KEPT_BY = {
   "flax": {"models"},
   "optax": {"learner", "fleet", "methods"},
@@ -64,6 +65,7 @@ def _files(*places):
   return [path for path in sorted(found) if path.exists()]
 
 
+@functools.cache
 def _imports(path):
   """Returns dotted names that a file imports anywhere.
 
@@ -94,18 +96,17 @@ def _room(path):
   return "" if parts[0] == "__init__" else parts[0]
 
 
-def _place(path):
-  """Returns the path of a file in the package: `trainer/loop`, `masked`, ..."""
-  below = path.relative_to(_ROOT / "jaxrl_llm").with_suffix("")
-  return below.as_posix()
+@functools.cache
+def _known(root):
+  """Returns the modules of the package."""
+  return {_room(p) for p in (root / "jaxrl_llm").rglob("*.py")} - {""}
 
 
 def _rooms(path):
   """Returns modules of the package that a file imports."""
-  known = {_room(p) for p in (_ROOT / "jaxrl_llm").rglob("*.py")}
   parts = [name.split(".") for name in _imports(path)]
   used = {p[1] for p in parts if p[0] == "jaxrl_llm" and len(p) > 1}
-  return used & known
+  return used & _known(_ROOT)
 
 
 def _faults(paths, found, allowed=frozenset()):
@@ -116,18 +117,14 @@ def _faults(paths, found, allowed=frozenset()):
 
 def test_libraries_stay_in_their_rooms():
   for library, rooms in _KEPT_BY.items():
-    others = [
-      path
-      for path in _files("jaxrl_llm")
-      if not {_room(path), _place(path)} & rooms
-    ]
+    others = [p for p in _files("jaxrl_llm") if _room(p) not in rooms]
     assert not _faults(others, lambda p, own=library: _libraries(p) & {own})
 
 
 def test_every_room_has_a_level():
-  rooms = {_room(p) for p in (_ROOT / "jaxrl_llm").rglob("*.py")} - {""}
-  assert rooms == set().union(*_LEVELS, _TOOLS, _FRONT)
-  assert sum(map(len, (*_LEVELS, _TOOLS, _FRONT))) == len(rooms)
+  levels = (*_LEVELS, _TOOLS, _FRONT)
+  assert _known(_ROOT) == set().union(*levels)
+  assert sum(map(len, levels)) == len(_known(_ROOT))
 
 
 def test_rooms_import_nothing_from_above():

@@ -77,6 +77,13 @@ class TestRefused:
   def two(self, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
+  @pytest.fixture
+  def config(self):
+    config = configs.load("grpo")
+    config.optimizer.policy.micro_batch_size = 8
+    config.optimizer.value.micro_batch_size = 8
+    return config
+
   @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -90,20 +97,14 @@ class TestRefused:
       ({"mesh.data": 4}, "use 4 of 8 devices"),
     ],
   )
-  def test_in_one_line(self, settings, says):
-    config = configs.load("grpo")
-    config.optimizer.policy.micro_batch_size = 8
-    config.optimizer.value.micro_batch_size = 8
+  def test_in_one_line(self, config, settings, says):
     meshes.make_meshes(config)
     config.update_from_flattened_dict(settings)
     with pytest.raises(InputError, match="several processes") as refused:
       meshes.make_meshes(config)
     assert says in str(refused.value)
 
-  def test_not_if_they_alternate_or_lie_apart(self):
-    config = configs.load("grpo")
-    config.optimizer.policy.micro_batch_size = 8
-    config.optimizer.value.micro_batch_size = 8
+  def test_not_if_they_alternate_or_lie_apart(self, config):
     config.schedule.lag, config.schedule.overlap = 1, False
     meshes.make_meshes(config)
     config.schedule.overlap = True

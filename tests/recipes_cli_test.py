@@ -42,15 +42,7 @@ streaming estimator.name=evpo: \
 streaming estimator.normalize=whiten: \
   schedule.streaming, estimator.normalize, whole batch
 grouped estimator.gamma=0.9: estimator.gamma, estimator.name, has no discount
-estimator.name=token_group estimator.gamma=0.9 no_critic: \
-  estimator.gamma, estimator.name, has no discount
-estimator.name=optimal_baseline estimator.gamma=0.9 no_critic: \
-  estimator.gamma, estimator.name, has no discount
 loss.name=gspo loss.dual_clip=3.0: loss.dual_clip, loss.name, no dual clip
-loss.name=cispo loss.dual_clip=3.0: loss.dual_clip, loss.name, no dual clip
-loss.name=policy_gradient loss.dual_clip=3.0: \
-  loss.dual_clip, loss.name, no dual clip
-loss.name=dis loss.dual_clip=3.0: loss.dual_clip, loss.name, no dual clip
 estimator.name=maxrl no_critic: estimator.name, reward.incorrect, mean reward
 estimator.name=distillation no_critic reward.overlong_buffer=9: \
   estimator.name, reward.overlong_buffer, does not read the reward
@@ -69,10 +61,7 @@ window estimator.boundary=zero: schedule.window, estimator.boundary
 window estimator.gamma=0.99: estimator.boundary, estimator.gamma
 window loss.overlong_filter=True: schedule.window, loss.overlong_filter
 grouped single: data.group_size, estimator.name
-single estimator.name=token_group no_critic: data.group_size, estimator.name
 single estimator.name=reward_to_go no_critic: data.group_size, estimator.name
-single estimator.name=optimal_baseline no_critic: \
-  data.group_size, estimator.name
 single schedule.dynamic_sampling=True: \
   data.group_size, schedule.dynamic_sampling
 grouped estimator.center=none: estimator.name, estimator.center
@@ -84,8 +73,6 @@ grouped estimator.drop_pivot=True estimator.center=median: \
 estimator.name=group: value.pretrain_steps, estimator.name
 grouped value.reward_model_steps=3: value.reward_model_steps, estimator.name
 off_policy.correction=truncate off_policy.proximal=stored: \
-  off_policy.correction, off_policy.proximal
-off_policy.correction=mask off_policy.proximal=stored: \
   off_policy.correction, off_policy.proximal
 off_policy.proximal=interpolate loss.name=gspo: off_policy.proximal, loss.name
 off_policy.proximal=interpolate off_policy.correction=mask: \

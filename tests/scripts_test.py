@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from helpers import programs, tiny_run
@@ -69,16 +68,6 @@ def finish(process, code=0):
   assert process.returncode == code, errors
   assert "Traceback" not in errors
   return output
-
-
-def wait_for_rows(process, workdir, count):
-  """Waits until metrics.jsonl has `count` rows."""
-  file = workdir / "metrics.jsonl"
-  deadline = time.monotonic() + 300
-  while not (file.exists() and file.read_bytes().count(b"\n") >= count):
-    assert process.poll() is None, process.stderr.read()
-    assert time.monotonic() < deadline
-    time.sleep(0.002)
 
 
 def fail(process, code):
@@ -185,25 +174,17 @@ def test_rows_without_a_checkpoint_are_not_overwritten(tmp_path):
 
 
 @pytest.mark.slow
-class TestSignal:
-  def test_saves_and_exits_with_128_and_its_number(
-    self, start, whole, tmp_path
-  ):
-    number = signal.SIGINT  # SIGTERM: processes_test.py.
-    process = start(tmp_path, checkpoint__every=100)
-    wait_for_rows(process, tmp_path, 3)
-    process.send_signal(number)
-    assert f"stopped by {number.name}" in finish(process, 128 + number)
-    rows = len(tiny_run.comparable(tmp_path))
-    assert 3 <= rows <= STEPS
-    assert (tmp_path / "checkpoints" / str(rows - 1)).is_dir()
-    assert f"resumed from step {rows - 1}" in finish(start(tmp_path))
-    assert tiny_run.comparable(tmp_path) == whole
-
-  def test_the_second_one_ends_at_once(self, start, tmp_path):
-    process = start(tmp_path, run__steps=10_000)
-    wait_for_rows(process, tmp_path, 2)
-    for _ in range(50):
-      process.send_signal(signal.SIGTERM)
-    ends = (-signal.SIGTERM, 128 + signal.SIGTERM)
-    assert process.wait(timeout=60) in ends
+def test_a_signal_saves_and_exits_with_128_and_its_number(
+  start, whole, tmp_path
+):
+  # SIGTERM: processes_test.py; a second signal: signals_test.py.
+  number = signal.SIGINT
+  process = start(tmp_path, checkpoint__every=100)
+  programs.wait_for_lines(tmp_path / "metrics.jsonl", 3, [process])
+  process.send_signal(number)
+  assert f"stopped by {number.name}" in finish(process, 128 + number)
+  rows = len(tiny_run.comparable(tmp_path))
+  assert 3 <= rows <= STEPS
+  assert (tmp_path / "checkpoints" / str(rows - 1)).is_dir()
+  assert f"resumed from step {rows - 1}" in finish(start(tmp_path))
+  assert tiny_run.comparable(tmp_path) == whole

@@ -8,7 +8,7 @@ from helpers import tiny_experts
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sharding
-from jaxrl_llm.models.shapes import MODELS, multiplied_params
+from jaxrl_llm.models.shapes import MODELS
 from jaxrl_llm.simulate import account, hlo
 
 CONFIG = tiny_experts.CONFIG
@@ -22,13 +22,6 @@ def sizes_of(model, mesh, capacity=0.0):
   config = config_lib.method("grpo")
   config.model.expert_capacity = capacity
   return account.Sizes(config, model, mesh)
-
-
-def test_parameters_of_qwen3_30b_a3b():
-  assert models.num_params(BIG) == pytest.approx(30.5e9, rel=2e-3)
-  # The model card states 3.3 billion active parameters with the embedding.
-  active = multiplied_params(BIG) + BIG.vocab_size * BIG.hidden_size
-  assert active == pytest.approx(3.35e9, rel=5e-3)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])

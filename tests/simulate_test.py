@@ -106,24 +106,17 @@ _MODES = {
   "one step off": lambda *a, **how: _asynchronous(*a, **how, lag=1),
   "unbounded": lambda *a, **how: _asynchronous(*a, **how, lag=math.inf),
 }
-_EACH_MODE = pytest.mark.parametrize("mode", _MODES.values(), ids=_MODES)
 
 
 class TestEveryMode:
-  @_EACH_MODE
-  def test_no_token_is_lost(self, mode):
-    trace, again = mode(_drawn()), mode(_drawn())
-    for name, value in again.items():  # It is repeatable.
-      np.testing.assert_array_equal(trace[name], value)
+  @pytest.mark.parametrize("mode", _MODES.values(), ids=_MODES)
+  def test_no_token_is_lost_and_the_parts_of_a_step_add_up(self, mode):
+    trace = mode(_drawn())
     written, trained = trace["tokens"].cumsum(), trace["trained"].cumsum()
     # A window is trained at once, even if its response continues.
     parked = 0 if mode is _MODES["window"] else trace["parked"]
     np.testing.assert_array_equal(written, trained + parked)
     assert np.all(trace["responses"] > 0)
-
-  @_EACH_MODE
-  def test_the_parts_of_a_step_add_up(self, mode):
-    trace = mode(_drawn())
     parts = [trace[name] for name in ("generate_s", "prefill_s", "idle_s")]
     if mode in (_MODES["fixed lag"], _MODES["periodic"]):
       # Steps are the trainer's; the sampler may be ahead.
@@ -208,20 +201,21 @@ class TestByHand:
     )
 
 
-class TestWindow:
-  def test_of_the_longest_response_is_refill(self):
-    requests = _drawn()
-    window = _in_turns(requests, window=int(requests.lengths.max()))
-    for name, value in _in_turns(requests).items():
-      np.testing.assert_array_equal(window[name], value, err_msg=name)
+@pytest.mark.parametrize(
+  "mode",
+  [
+    lambda x: _in_turns(x, window=int(x.lengths.max())),
+    lambda x: _over_provisioned(x, in_flight=10),
+  ],
+  ids=["window of the longest response", "none in reserve"],
+)
+def test_limits_are_refill(mode):
+  trace = mode(_drawn())
+  for name, value in _in_turns(_drawn()).items():
+    np.testing.assert_array_equal(trace[name], value, err_msg=name)
 
 
 class TestOverProvisioned:
-  def test_none_in_reserve_is_refill(self):
-    many = _over_provisioned(_drawn(), in_flight=10)
-    for name, value in _in_turns(_drawn()).items():
-      np.testing.assert_array_equal(many[name], value, err_msg=name)
-
   def test_waits_for_what_is_too_old(self):
     args = _drawn(prompts=200, between=0.0), _FREE
     ages = [

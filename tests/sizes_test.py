@@ -1,6 +1,7 @@
 """Limits functions to one screen and constructors to few arguments."""
 
 import ast
+import functools
 import pathlib
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -10,10 +11,12 @@ _ARGUMENTS = 8  # Per constructor, without self.
 _FILES = sorted((_ROOT / "jaxrl_llm").rglob("*.py"))
 
 
-def _functions(text):
+@functools.cache
+def _functions(path):
   """Returns all functions of a file, including methods and inner functions."""
+  tree = ast.parse(path.read_text(encoding="utf-8"))
   kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-  return [n for n in ast.walk(ast.parse(text)) if isinstance(n, kinds)]
+  return [n for n in ast.walk(tree) if isinstance(n, kinds)]
 
 
 def _lines(function):
@@ -37,7 +40,7 @@ def _over(measure, most, names=""):
   return {
     f"{path.relative_to(_ROOT)}: {function.name}": measure(function)
     for path in _FILES
-    for function in _functions(path.read_text(encoding="utf-8"))
+    for function in _functions(path)
     if names in ("", function.name) and measure(function) > most
   }
 

@@ -204,12 +204,14 @@ class Experts(nnx.Module):
     tokens = x.reshape(-1, x.shape[-1])
     probs = jax.nn.softmax(self.router(tokens).astype(jnp.float32))
     _, chosen = jax.lax.top_k(probs, kind.per_token)
+    counted = jnp.ones(shape, bool) if routing.valid is None else routing.valid
     if routing.choices is not None:
       given = routing.choices.reshape(chosen.shape).astype(chosen.dtype)
-      chosen = jnp.where(given < 0, chosen, given)
+      # Padding may have k equal choices, which would take other tokens' rows.
+      replayed = (given >= 0) & counted.reshape(-1, 1)
+      chosen = jnp.where(replayed, given, chosen)
     weights = jnp.take_along_axis(probs, chosen, axis=-1)
     weights /= jnp.sum(weights, axis=-1, keepdims=True)
-    counted = jnp.ones(shape, bool) if routing.valid is None else routing.valid
     repeated = jnp.repeat(counted.reshape(-1), kind.per_token)
     load = jnp.bincount(
       chosen.reshape(-1),
@@ -263,7 +265,13 @@ def _dispatch(experts, tokens, shape, routing: Routing, kind: ExpertsKind):
   sizes = tokens[0].shape[: len(split)]
   ways = [math.prod(mesh.shape[axis] for axis in names) for names in split]
   pads = [(0, -size % way) for size, way in zip(sizes, ways)]
-  tokens = [jnp.pad(x, pads + [(0, 0)] * (x.ndim - len(pads))) for x in tokens]
+  # Padding chooses no expert of a group: k equal choices of a token would take
+  # the rows of other tokens.
+  fills = (0, kind.num_experts if axes else 0, 0, 0)
+  tokens = [
+    jnp.pad(x, pads + [(0, 0)] * (x.ndim - len(pads)), constant_values=fill)
+    for x, fill in zip(tokens, fills)
+  ]
 
   def on_device(experts, *tokens):
     flat = (x.reshape(-1, *x.shape[len(split) :]) for x in tokens)

@@ -78,6 +78,19 @@ def wait_until(true, what="something", seconds=600):
     time.sleep(0.02)
 
 
+def wait_for_lines(file, count, started=()):
+  """Waits until a file has `count` lines; no started process ends before."""
+
+  def written():
+    ended = any(process.poll() is not None for process in started)
+    if file.exists() and file.read_bytes().count(b"\n") >= count:
+      return True
+    assert not ended, f"a process ended before line {count} of {file}"
+    return False
+
+  wait_until(written, f"line {count} of {file}")
+
+
 def refused(main, *flags):
   """Returns the line with which a program in this process rejects its flags.
 

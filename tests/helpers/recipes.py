@@ -47,18 +47,8 @@ def collect(run):
 
 def logprobs(fns, params, rollout):
   """Computes log-probs [B, T] from full logits, one response per row."""
-  room, rows = rollout.tokens.shape[1], len(rollout.lengths)
-  width = rollout.prompt_tokens.shape[1] + room
-  tokens, before = np.zeros((rows, width), int), np.zeros((rows, room), int)
-  for row, (asked, said) in enumerate(
-    zip(rollout.prompt_lengths, rollout.lengths)
-  ):
-    tokens[row, :asked] = rollout.prompt_tokens[row, :asked]
-    tokens[row, asked : asked + said] = rollout.tokens[row, :said]
-    before[row] = np.minimum(asked - 1 + np.arange(room), width - 1)
-  total = rollout.prompt_lengths + rollout.lengths
-  present = np.arange(width) < total[:, None]
-  law = jax.nn.log_softmax(fns.logits(params, jnp.asarray(tokens), present))
+  tokens, present, before = tiny_run.padded(rollout)
+  law = jax.nn.log_softmax(fns.logits(params, tokens, present))
   at = jnp.take_along_axis(law, before[..., None], axis=1)
   return jnp.take_along_axis(at, rollout.tokens[..., None], axis=2)[..., 0]
 

@@ -1,6 +1,7 @@
 """A tiny model with four experts, two of which each token uses."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,8 @@ def rows(count=4):
   )
 
 
-def make_model(**changes):
-  config = dataclasses.replace(CONFIG, **changes)
-  fns = models.make_policy(config, head_chunk=8)
+@functools.cache
+def make_model():
+  fns = models.make_policy(CONFIG, head_chunk=8)
   make = lambda key: tiny.widen(fns.init(key), jax.random.fold_in(key, 1))
   return fns, jax.jit(make)(jax.random.key(0))

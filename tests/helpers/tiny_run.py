@@ -190,6 +190,23 @@ def random_rollout(rng, *, rows, prompt=7, room=9, vocab=50, group_size=1):
   )
 
 
+def padded(rollout):
+  """Joins prompts with responses, one per row.
+
+  Returns:
+    Right-padded tokens [B, L], their mask, and the positions before response
+    tokens [B, T].
+  """
+  width = rollout.prompt_tokens.shape[1] + rollout.tokens.shape[1]
+  tokens = np.zeros((len(rollout.lengths), width), np.int32)
+  for i, (p, n) in enumerate(zip(rollout.prompt_lengths, rollout.lengths)):
+    tokens[i, : p + n] = [*rollout.prompt_tokens[i, :p], *rollout.tokens[i, :n]]
+  total = (rollout.prompt_lengths + rollout.lengths)[:, None]
+  index = np.arange(rollout.tokens.shape[1])
+  before = rollout.prompt_lengths[:, None] - 1 + index
+  return tokens, np.arange(width) < total, np.minimum(before, width - 1)
+
+
 def with_config(run: build.Run, **changes) -> build.Run:
   """Returns the run with other settings that do not affect compilation.
 

@@ -178,27 +178,10 @@ def gradient_of_update(kind, **packing):
   return change_of(kind, after), metrics
 
 
-def padded():
-  """Returns prompts joined with responses, right-padded [B, L], and a mask."""
-  rollout, _ = make_data()
-  length = PROMPT + ROOM
-  tokens = np.zeros((SAMPLES, length), np.int32)
-  total = rollout.prompt_lengths + rollout.lengths
-  for i in range(SAMPLES):
-    p, n = rollout.prompt_lengths[i], rollout.lengths[i]
-    tokens[i, : p + n] = [*rollout.prompt_tokens[i, :p], *rollout.tokens[i, :n]]
-  before = rollout.prompt_lengths[:, None] - 1 + np.arange(ROOM)[None]
-  return (
-    tokens,
-    np.arange(length)[None] < total[:, None],
-    np.minimum(before, length - 1),
-  )
-
-
 def plain_logprobs(params):
   """Computes log-probs and entropies [B, T] with one sample per row."""
   rollout, _ = make_data()
-  tokens, present, before = padded()
+  tokens, present, before = tiny_run.padded(rollout)
   logits = make_fns("policy").logits(params, tokens, present) / TEMPERATURE
   everything = jax.nn.log_softmax(logits)
   at = jnp.take_along_axis(everything, before[..., None], axis=1)
@@ -210,7 +193,7 @@ def plain_logprobs(params):
 
 def plain_values(params):
   """Computes values of the states before response tokens, [B, T]."""
-  tokens, present, before = padded()
+  tokens, present, before = tiny_run.padded(make_data()[0])
   rows = models.PackedRows(
     tokens=tokens,
     segments=present.astype(np.int32),

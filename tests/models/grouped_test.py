@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
+from helpers import interpreted
 
-from jaxrl_llm.models import flash_gpu, grouped, grouped_gpu
+from jaxrl_llm.models import grouped, grouped_gpu
 
 # Group sizes for tiles of 16 rows: one group, many, full tiles, partial tiles,
 # empty groups, and a smaller sum than the number of rows.
@@ -25,8 +25,7 @@ ROWS, IN, OUT = 70, 40, 48
 @pytest.fixture(name="on_gpu")
 def _on_gpu(monkeypatch):
   """Runs GPU functions on a CPU."""
-  interpreted = functools.partial(pl.pallas_call, interpret=True)
-  monkeypatch.setattr(flash_gpu.pl, "pallas_call", interpreted)
+  interpreted.interpret_gpu(monkeypatch)
   for name, size in {"_ROWS": 16, "_COLUMNS": 32, "_TERMS": 16}.items():
     monkeypatch.setattr(grouped_gpu, name, size)
   monkeypatch.setattr(

@@ -76,8 +76,9 @@ def sharded(tmp_path):
 
 class TestRoundTrip:
   @pytest.mark.parametrize("name", CONFIGS)
-  @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-  @pytest.mark.parametrize("limit", [5 * 10**9, 700])
+  @pytest.mark.parametrize(
+    "dtype, limit", [(jnp.float32, 700), (jnp.bfloat16, 5 * 10**9)]
+  )
   def test_bit_equal(self, tmp_path, name, dtype, limit):
     config = CONFIGS[name]
     params = random_params(config, dtype)
@@ -98,7 +99,7 @@ class TestRoundTrip:
     values = json.loads((tmp_path / "config.json").read_text())
     assert values["torch_dtype"] == "bfloat16"
 
-  @pytest.mark.parametrize("name", list(CONFIGS))
+  @pytest.mark.parametrize("name", ["llama biases", "qwen3"])
   def test_each_device_reads_its_part(self, tmp_path, monkeypatch, name):
     config = CONFIGS[name]
     expected = random_params(config)
@@ -436,16 +437,11 @@ class TestDamagedSafetensors:
 
 
 class TestDirectories:
-  def test_missing_directory(self, tmp_path):
-    expect_one_line(tmp_path / "gone", [""])
-
-  def test_missing_config(self, model):
-    (model / "config.json").unlink()
-    expect_one_line(model, ["config.json"])
-
-  def test_missing_weights(self, model):
-    (model / SINGLE).unlink()
-    expect_one_line(model, [SINGLE])
+  @pytest.mark.parametrize("name", ["config.json", SINGLE])
+  def test_missing_file(self, model, name):
+    (model / name).unlink()
+    expect_one_line(model, [name])
+    expect_one_line(model / "gone", [""])
 
   @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "model.pt", "a.pth", "weights.pkl"]

@@ -6,35 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
+from helpers import interpreted
+from helpers.interpreted import assert_equal, make_kind, with_gradients
 
 from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import attention, flash_gpu, kernels, kernels_gpu
-from jaxrl_llm.models.layers import AttentionKind
 
 BLOCK, PAGE = 16, 4
 
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
-  interpreted = functools.partial(pl.pallas_call, interpret=True)
-  monkeypatch.setattr(flash_gpu.pl, "pallas_call", interpreted)
+  interpreted.interpret_gpu(monkeypatch)
   monkeypatch.setattr(flash_gpu, "_BLOCK", BLOCK)
   monkeypatch.setattr(kernels_gpu, "_PARTITION", BLOCK)
-
-
-def _kind(heads=4, kv_heads=2, size=64, window=None):
-  return AttentionKind(
-    num_heads=heads,
-    num_kv_heads=kv_heads,
-    head_dim=size,
-    rope_theta=1e4,
-    rope_scaling=None,
-    bias=False,
-    output_bias=False,
-    window=window,
-  )
 
 
 def _rows(*rows):
@@ -52,21 +38,6 @@ def _random(*shapes, dtype=np.float32):
   return [
     rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes
   ]
-
-
-def _with_gradients(attend, q, k, v, segments, prefixes, g):
-  function = lambda *qkv: attend(*qkv, segments, prefixes)
-  out, pull = jax.vjp(jax.jit(function), q, k, v)
-  return out, *pull(g)
-
-
-def _assert_equal(ours, xla, *rows):
-  for got, expected in zip(
-    _with_gradients(ours, *rows), _with_gradients(xla, *rows)
-  ):
-    # Rounding errors of sums scale with the largest terms, even if they cancel.
-    scale = np.abs(expected).max()
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
 
 
 class TestPackedAttention:
@@ -89,18 +60,18 @@ class TestPackedAttention:
     count, time = self.ROWS.shape[1:]
     shape = lambda heads: (count, time, heads, size)
     q, k, v, g = _random(*map(shape, (heads, kv_heads, kv_heads, heads)))
-    ours = kernels_gpu.make_packed_attention(_kind(), sharding=None).attend
-    _assert_equal(ours, attention.packed_attention, q, k, v, *self.ROWS, g)
+    ours = kernels_gpu.make_packed_attention(make_kind(), sharding=None).attend
+    assert_equal(ours, attention.packed_attention, q, k, v, *self.ROWS, g)
 
   def test_bfloat16_is_as_near_as_its_rounding(self):
     shapes = [(5, 92, heads, 64) for heads in (4, 2, 2, 4)]
     q, k, v, g = _random(*shapes, dtype=jnp.bfloat16)
-    ours = kernels_gpu.make_packed_attention(_kind(), sharding=None).attend
+    ours = kernels_gpu.make_packed_attention(make_kind(), sharding=None).attend
     exact = [np.asarray(x, np.float32) for x in (q, k, v, *self.ROWS, g)]
     exact[3:5] = self.ROWS
     for got, expected in zip(
-      _with_gradients(ours, q, k, v, *self.ROWS, g),
-      _with_gradients(attention.packed_attention, *exact),
+      with_gradients(ours, q, k, v, *self.ROWS, g),
+      with_gradients(attention.packed_attention, *exact),
     ):
       assert got.dtype == jnp.bfloat16
       atol = 0.01 * np.abs(expected).max()
@@ -131,17 +102,17 @@ class TestPackedAttention:
     shapes = [(*segments.shape, heads, 64) for heads in (4, 2, 2, 4)]
     q, k, v, g = _random(*shapes)
     ours = kernels_gpu.make_packed_attention(
-      _kind(window=window), sharding=None
+      make_kind(window=window), sharding=None
     ).attend
     xla = functools.partial(attention.packed_attention, window=window)
-    _assert_equal(ours, xla, q, k, v, segments, prefixes, g)
+    assert_equal(ours, xla, q, k, v, segments, prefixes, g)
 
 
 class TestPrefill:
   # Chunks and sequences that fill blocks or do not.
   @pytest.mark.parametrize("heads, chunk", [(3, 16), (4, 20)])
   def test_equals_xla_chunk_by_chunk(self, heads, chunk):
-    kind, time = _kind(heads, heads // 3 or 1, 16), 3 * chunk
+    kind, time = make_kind(heads, heads // 3 or 1, 16), 3 * chunk
     q, k, v = _random(
       (2, time, heads, 16), *[(2, time, kind.num_kv_heads, 16)] * 2
     )
@@ -216,7 +187,7 @@ class TestDecode:
     self, heads, kv_heads, size, queries, window
   ):
     kind, qkv = (
-      _kind(heads, kv_heads, size, window),
+      make_kind(heads, kv_heads, size, window),
       self._qkv(heads, kv_heads, size, queries),
     )
     backends = (
@@ -236,15 +207,17 @@ class TestDecode:
       grids.append(grid) or call(body, grid, *rest)
     )
     qkv = self._qkv(4, 2, 64, 1)
-    expected = self._run(kernels.make_xla(_kind()), self._tables(), *qkv)
-    backend = kernels_gpu.make_pallas(_kind(), sharding=None, kv_block=tokens)
+    expected = self._run(kernels.make_xla(make_kind()), self._tables(), *qkv)
+    backend = kernels_gpu.make_pallas(
+      make_kind(), sharding=None, kv_block=tokens
+    )
     monkeypatch.setattr(flash_gpu, "pallas_call", spy)
     got = self._run(backend, self._tables(), *qkv)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
     assert grids[0][1] == partitions
 
   def test_other_slots_and_places_of_pages_change_no_bit(self):
-    backend = kernels_gpu.make_pallas(_kind(), sharding=None)
+    backend = kernels_gpu.make_pallas(make_kind(), sharding=None)
     qkv = self._qkv(4, 2, 64, 1)
     expected = self._run(backend, self._tables(), *qkv)
     moved = self._run(backend, self._tables(1), *qkv)
@@ -253,7 +226,7 @@ class TestDecode:
     np.testing.assert_array_equal(alone, expected[:1])
 
   def test_blocks_before_the_window_are_not_read(self):
-    backend = kernels_gpu.make_pallas(_kind(window=20), sharding=None)
+    backend = kernels_gpu.make_pallas(make_kind(window=20), sharding=None)
     q, k, v = self._qkv(4, 2, 64, 1)
     expected = self._run(backend, self._tables(), q, k, v)
     k[0, :48] = v[0, :48] = np.nan
@@ -262,7 +235,7 @@ class TestDecode:
 
   @pytest.mark.parametrize("window", [None, 20])
   def test_slots_share_the_pages_of_a_prompt(self, window):
-    backend = kernels_gpu.make_pallas(_kind(window=window), sharding=None)
+    backend = kernels_gpu.make_pallas(make_kind(window=window), sharding=None)
     q, k, v = self._qkv(4, 2, 64, 1)
     for x in (k, v):
       x[3, :32] = x[0, :32]
@@ -272,13 +245,13 @@ class TestDecode:
     np.testing.assert_array_equal(self._run(backend, table, q, k, v), expected)
 
   def test_a_cache_of_eight_bits_is_read_as_the_numbers_it_holds(self):
-    backend = kernels_gpu.make_pallas(_kind(), sharding=None)
+    backend = kernels_gpu.make_pallas(make_kind(), sharding=None)
     table, (q, k, v) = self._tables(), self._qkv(4, 2, 64, 1)
     got = self._run(backend, table, q, k, v, dtype=jnp.float8_e4m3fn)
     k, v = (x.astype(jnp.float8_e4m3fn).astype(np.float32) for x in (k, v))
     np.testing.assert_array_equal(got, self._run(backend, table, q, k, v))
 
   def test_a_cache_beyond_32_bit_offsets_is_refused(self):
-    backend = kernels_gpu.make_pallas(_kind(), sharding=None)
+    backend = kernels_gpu.make_pallas(make_kind(), sharding=None)
     with pytest.raises(InputError, match="reduce sampler.kv_pages"):
       jax.eval_shape(lambda: backend.init_paged(1, 2**17, 64, jnp.bfloat16))

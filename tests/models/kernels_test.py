@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny, tiny_engine
-from jax.experimental import pallas as pl
+from helpers.interpreted import (
+  assert_equal,
+  interpret_gpu,
+  make_kind,
+  with_gradients,
+)
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import (
@@ -60,11 +65,6 @@ def _wait(self):
   return _Loaded(self._vmem_buf[...])
 
 
-def _interpret_gpu(monkeypatch):
-  interpreted = functools.partial(pl.pallas_call, interpret=True)
-  monkeypatch.setattr(flash_gpu.pl, "pallas_call", interpreted)
-
-
 @pytest.fixture(params=["tpu", "gpu"], name="module")
 def _module(request, monkeypatch):
   """Returns a platform's module with its kernels interpreted on a CPU.
@@ -75,7 +75,7 @@ def _module(request, monkeypatch):
   """
   monkeypatch.setattr(kernels, "platform_of", lambda sharding: request.param)
   if request.param == "gpu":
-    _interpret_gpu(monkeypatch)
+    interpret_gpu(monkeypatch)
     yield kernels_gpu
     return
   monkeypatch.setattr(kernel.MultiPageAsyncCopyDescriptor, "wait", _wait)
@@ -83,17 +83,6 @@ def _module(request, monkeypatch):
   monkeypatch.setattr(kernels_tpu, "_PREFILL_QUERIES", 2)
   with pltpu.force_tpu_interpret_mode():
     yield kernels_tpu
-
-
-def _config(heads=4, kv_heads=2, size=64):
-  return dataclasses.replace(
-    tiny.tiny_config(), num_heads=heads, num_kv_heads=kv_heads, head_dim=size
-  )
-
-
-def _kind(*sizes, window=None, **named):
-  kind = _config(*sizes, **named).layers[0].attention
-  return dataclasses.replace(kind, window=window)
 
 
 def _block_tables(shards):
@@ -182,7 +171,7 @@ class TestPallas:
   def test_attention_on_pages_equals_that_of_xla(
     self, module, heads, kv_heads, size, queries, shards, window
   ):
-    kind = _kind(heads, kv_heads, size, window=window)
+    kind = make_kind(heads, kv_heads, size, window=window)
     qkv = _qkv(kind, queries, LENGTHS.max())
     got, expected = _on_pages_of_both(module, kind, qkv, shards)
     _close(got, expected)
@@ -199,24 +188,16 @@ class TestPallas:
       ),
     )
     monkeypatch.setattr(kernels_tpu.ragged, "ragged_paged_attention", plain)
-    backend = kernels_tpu.make_pallas(_kind(), sharding=None, kv_block=tokens)
-    _on_pages(backend, _block_tables(1), *_qkv(_kind(), 1, LENGTHS.max()))
+    backend = kernels_tpu.make_pallas(
+      make_kind(), sharding=None, kv_block=tokens
+    )
+    _on_pages(backend, _block_tables(1), *_qkv(make_kind(), 1, LENGTHS.max()))
     assert found == [pages]
 
   @ON_TPU
-  def test_smaller_blocks_give_the_same_attention(self, module):
-    tables, qkv = _block_tables(1), _qkv(_kind(), 1, LENGTHS.max())
-
-    def attend(tokens):
-      make = module.make_pallas(_kind(), sharding=None, kv_block=tokens)
-      return jax.jit(lambda *qkv: _on_pages(make, tables, *qkv))(*qkv)
-
-    _close(attend(PAGE), attend(0))
-
-  @ON_TPU
   def test_pages_before_the_window_are_not_read(self, module):
-    backend = module.make_pallas(_kind(window=4), sharding=None)
-    q, k, v = map(np.array, _qkv(_kind(), 1, LENGTHS.max()))
+    backend = module.make_pallas(make_kind(window=4), sharding=None)
+    q, k, v = map(np.array, _qkv(make_kind(), 1, LENGTHS.max()))
     tables = _block_tables(1)
     run = jax.jit(lambda *qkv: _on_pages(backend, tables, *qkv))
     expected = run(q, k, v)
@@ -225,7 +206,7 @@ class TestPallas:
     np.testing.assert_array_equal(run(q, k, v), expected)
 
   def test_bfloat16_is_as_near_as_its_rounding(self, module):
-    kind = _kind(2, 1)
+    kind = make_kind(2, 1)
     qkv = _qkv(kind, 2, LENGTHS.max(), jnp.bfloat16)
     got, expected = _on_pages_of_both(module, kind, qkv)
     assert got.dtype == jnp.bfloat16
@@ -235,18 +216,20 @@ class TestPallas:
 
   @ON_TPU
   def test_eight_bit_pages_equal_those_of_xla(self, module):
-    qkv = _qkv(_kind(), 1, LENGTHS.max())
-    _close(*_on_pages_of_both(module, _kind(), qkv, dtype=jnp.float8_e4m3fn))
+    qkv = _qkv(make_kind(), 1, LENGTHS.max())
+    _close(
+      *_on_pages_of_both(module, make_kind(), qkv, dtype=jnp.float8_e4m3fn)
+    )
 
   def test_eight_bit_pages_need_two_heads_on_a_device(self):
-    backend = kernels_tpu.make_pallas(_kind(2, 1), sharding=None)
+    backend = kernels_tpu.make_pallas(make_kind(2, 1), sharding=None)
     with pytest.raises(InputError, match="needs two KV heads .* has 1 on 1"):
       backend.init_paged(1, PAGES, PAGE, jnp.float8_e4m3fn)
 
   @ON_TPU
   @pytest.mark.parametrize("window", [None, 5])
   def test_a_prefill_in_chunks_and_then_pages_equal_xla(self, module, window):
-    config, time = _kind(window=window), 12
+    config, time = make_kind(window=window), 12
     q, k, v = _qkv(config, time, time, count=2)
 
     def run(backend, q, k, v):
@@ -280,14 +263,14 @@ class TestPallas:
       ("data", "tensor"),
       axis_types=(AxisType.Auto,) * 2,
     )
-    kind, place = _kind(6, 2), PartitionSpec("data", *heads_axis)
+    kind, place = make_kind(6, 2), PartitionSpec("data", *heads_axis)
     qkv = _qkv(kind, 1, LENGTHS.max())
     sharding = NamedSharding(mesh, place)
     _close(*_on_pages_of_both(module, kind, qkv, shards, sharding=sharding))
 
   @pytest.mark.slow
   def test_an_engine_writes_the_tokens_that_it_writes_with_xla(self, module):
-    config = dataclasses.replace(_config(), num_layers=1)
+    config = dataclasses.replace(tiny.tiny_config(), num_layers=1, head_dim=64)
     rollouts = []
     for name in ("pallas", "xla"):
       # Equal settings would return another platform's cached functions.
@@ -328,7 +311,7 @@ class TestPackedAttention:
   @pytest.fixture(params=["tpu", "gpu"])
   def module(self, request, monkeypatch):
     if request.param == "gpu":
-      _interpret_gpu(monkeypatch)
+      interpret_gpu(monkeypatch)
       monkeypatch.setattr(flash_gpu, "_BLOCK", 16)
       return kernels_gpu
     made = splash_attention_kernel._make_splash_attention
@@ -338,7 +321,7 @@ class TestPackedAttention:
     return kernels_tpu
 
   def _rows(self, config, time):
-    """Makes q, k, v, segments with padding at the end, and a cotangent."""
+    """Makes q, k, v, segments, prefixes and a cotangent, padded at the end."""
     rng = np.random.default_rng(0)
     of = lambda heads: rng.standard_normal(
       (2, time, heads, config.head_dim), np.float32
@@ -347,22 +330,8 @@ class TestPackedAttention:
       of, [config.num_heads, *[config.num_kv_heads] * 2, config.num_heads]
     )
     segments = -np.sort(-rng.integers(0, 4, (2, time)), axis=1)
-    return q, k, v, segments.astype(np.int32), g
-
-  def _with_gradients(self, attend, q, k, v, segments, g):
-    function = lambda q, k, v: attend(
-      q, k, v, segments, np.zeros_like(segments)
-    )
-    out, pull = jax.vjp(jax.jit(function), q, k, v)
-    return out, *pull(g)
-
-  def _assert_equal(self, ours, xla, *rows):
-    for got, expected in zip(
-      self._with_gradients(ours, *rows), self._with_gradients(xla, *rows)
-    ):
-      # Sums of products round by their largest terms, also where they cancel.
-      scale = np.abs(expected).max()
-      np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
+    segments = segments.astype(np.int32)
+    return q, k, v, segments, np.zeros_like(segments), g
 
   # Sizes below a block, and of more than one block of 128. A window inside a
   # block, and one that skips entire blocks.
@@ -377,11 +346,11 @@ class TestPackedAttention:
   )
   @ON_TPU
   def test_equals_xla(self, module, heads, kv_heads, size, time, window):
-    config = _kind(heads, kv_heads, size, window=window)
+    config = make_kind(heads, kv_heads, size, window=window)
     rows = self._rows(config, time)
     ours = module.make_packed_attention(config, sharding=None).attend
     xla = functools.partial(attention.packed_attention, window=window)
-    self._assert_equal(ours, xla, *rows)
+    assert_equal(ours, xla, *rows)
 
   # Per device: a full row, a part smaller than a block, or several blocks.
   @pytest.mark.parametrize(
@@ -391,7 +360,7 @@ class TestPackedAttention:
   def test_rows_tokens_and_heads_stay_on_their_devices(
     self, module, fsdp, parts, time, window
   ):
-    config = _kind(4, 2, 64, window=window)
+    config = make_kind(4, 2, 64, window=window)
     mesh = sharding.make_mesh(data=1, fsdp=fsdp, context=parts, tensor=2)
     rows = self._rows(config, time)
     place = sharding.packed_kv_sharding(mesh, config.num_kv_heads)
@@ -402,14 +371,14 @@ class TestPackedAttention:
       return context.zigzag_unshard(out, parts, time)
 
     xla = functools.partial(attention.packed_attention, window=window)
-    self._assert_equal(ours, xla, *rows)
+    assert_equal(ours, xla, *rows)
 
   def _assert_far_blocks_are_not_read(self, module, window, segments):
     """Checks that queries from 256 on and keys up to 128 skip each other."""
-    kind = _kind(2, 1, 64, window=window)
-    q, k, v, _, g = self._rows(kind, 512)
+    kind = make_kind(2, 1, 64, window=window)
+    q, k, v, _, prefixes, g = self._rows(kind, 512)
     attend = module.make_packed_attention(kind, sharding=None).attend
-    run = lambda k, v, g: self._with_gradients(attend, q, k, v, segments, g)
+    run = lambda k, v, g: with_gradients(attend, q, k, v, segments, prefixes, g)
     clean = run(k, v, g)
     # NaN times a weight of 0 is NaN, if it is read.
     broken = np.where(np.arange(512)[:, None, None] < 128, np.nan, [k, v])
@@ -460,11 +429,12 @@ class TestPackedAttention:
     self, platform, sees, monkeypatch
   ):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
-    backend = kernels.choose("auto", [_kind()])
-    made = backend.make_packed_attention(_kind(), sharding=None)
+    backend = kernels.choose("auto", [make_kind()])
+    made = backend.make_packed_attention(make_kind(), sharding=None)
     assert made.sees_prefixes == sees
     # Equal settings would be found in the cache.
-    fns = models.make_policy(_config(), head_chunk=7 + len(platform) * sees)
+    config = dataclasses.replace(tiny.tiny_config(), head_dim=64)
+    fns = models.make_policy(config, head_chunk=7 + len(platform) * sees)
     assert fns.shares_prompts == sees
 
 
@@ -494,14 +464,14 @@ class TestMakeKernels:
   )
   def test_a_name_is_a_layout(self, name, platform, layout, monkeypatch):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
-    assert self._layout(name, _kind()) == layout
+    assert self._layout(name, make_kind()) == layout
 
   @pytest.mark.parametrize("platform", ["tpu", "gpu"])
   def test_pallas_serves_layers_with_and_without_windows(
     self, platform, monkeypatch
   ):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
-    kinds = [_kind(size=256), _kind(size=256, window=512)]
+    kinds = [make_kind(size=256), make_kind(size=256, window=512)]
     backend = kernels.choose("auto", kinds)
     assert backend is not kernels.XLA
     made = backend.make_packed_attention(kinds[1], sharding=None)
@@ -509,11 +479,11 @@ class TestMakeKernels:
 
   def test_pallas_is_refused_where_it_cannot_serve(self, monkeypatch):
     with pytest.raises(InputError, match="are cpu; use 'auto' or 'xla'"):
-      kernels.choose("pallas", [_kind()])
+      kernels.choose("pallas", [make_kind()])
     for platform, needed in ("tpu", ">= 64"), ("gpu", r"in \(16, .*, 256\)"):
       monkeypatch.setattr(kernels, "platform_of", lambda _, p=platform: p)
       with pytest.raises(InputError, match=f"head_dim {needed}, but .* has 8"):
-        kernels.choose("pallas", [_kind(size=8)])
+        kernels.choose("pallas", [make_kind(size=8)])
 
   @pytest.mark.parametrize("name, warns", [("auto", True), ("xla", False)])
   def test_auto_says_that_it_falls_back(self, name, warns, monkeypatch):
@@ -522,9 +492,9 @@ class TestMakeKernels:
       UserWarning, match="using kernels='xla': 'pallas' needs head_dim"
     )
     with said if warns else contextlib.nullcontext():
-      layout = self._layout(name, _kind(size=8))
+      layout = self._layout(name, make_kind(size=8))
     assert layout == ((1, 2, 2, 8, PAGE), (1, 2, 2, PAGE, 8))
 
   def test_an_unknown_name_is_an_error(self):
     with pytest.raises(ValueError, match="one of .*'pallas'.*, got 'triton'"):
-      kernels.choose("triton", [_kind()])
+      kernels.choose("triton", [make_kind()])

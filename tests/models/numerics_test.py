@@ -203,7 +203,7 @@ def test_a_mesh_of_eight_devices_computes_the_same(name):
   )
 
 
-def parity(trainer, sampler, *, length=10):
+def parity(trainer, sampler):
   """Returns the mean log-prob difference between trainer and sampler."""
   fns = models.make_policy(
     tiny.tiny_config(),
@@ -212,7 +212,7 @@ def parity(trainer, sampler, *, length=10):
     head_chunk=8,
   )
   _, params = tiny.tiny_policy()
-  tokens = sync.parity_tokens(67, rows=2, length=length)
+  tokens = sync.parity_tokens(67, rows=2, length=10)
   transfer = sync.WeightTransfer(fns.for_sampling, params)
   check = sync.make_parity_check(fns, tokens, tolerance=np.inf, page_size=4)
   return check(params, transfer.send(params, 0))
@@ -222,22 +222,3 @@ def parity(trainer, sampler, *, length=10):
 def test_shared_numerics_agree_and_a_sampler_alone_differs(name):
   assert parity(name, name) <= 1e-5
   assert parity("", name) > 1e-3
-
-
-def test_a_sampler_in_fp8_alone_diverges_with_length():
-  """The KL, a sum over tokens, grows with length unless both use fp8."""
-  fns, params = tiny.tiny_policy()
-  split = models.make_policy(
-    tiny.tiny_config(), numerics=models.Numerics(matmul="fp8"), head_chunk=8
-  )
-  tokens = sync.parity_tokens(67, rows=4, length=96)
-  every = np.ones(tokens.shape, bool)
-  logits = jax.jit(split.logits)(params, tokens, every)
-  sampled = jax.nn.log_softmax(logits)
-  trained = jax.nn.log_softmax(fns.logits(params, tokens, every))
-  kl = np.sum(np.exp(sampled) * (sampled - trained), axis=-1)
-  of_responses = np.cumsum(kl, axis=1).mean(axis=0)
-  lengths = [8, 24, 48, 96]
-  grown = of_responses[np.array(lengths) - 1]
-  assert (grown[1:] > 1.5 * grown[:-1]).all()
-  assert grown[0] > 1e-4

@@ -39,30 +39,35 @@ YARN = {
   "original_max_position_embeddings": 16,
 }
 CASES = {
-  "llama odd heads": ("Llama", {}),
-  "llama tied": ("Llama", {"tie_word_embeddings": True}),
-  "llama every bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-  "llama GQA theta": (
+  "llama every bias": (
     "Llama",
     {
-      "hidden_size": 48,
-      "num_attention_heads": 6,
-      "num_key_value_heads": 2,
-      "rope_theta": 123.0,
+      "attention_bias": True,
+      "mlp_bias": True,
+      "tie_word_embeddings": True,
+      "head_dim": 20,
+      "rope_scaling": LINEAR,
     },
   ),
-  "llama head_dim": ("Llama", {"head_dim": 20}),
-  "llama llama3 rope": (
+  "llama GQA llama3 rope": (
     "Llama",
-    {"rope_theta": 500.0, "rope_scaling": LLAMA3, "head_dim": 16},
+    {
+      "hidden_size": 96,
+      "num_attention_heads": 6,
+      "num_key_value_heads": 2,
+      "rope_theta": 500.0,
+      "rope_scaling": LLAMA3,
+    },
   ),
-  "llama linear rope": ("Llama", {"rope_scaling": LINEAR}),
   "qwen2": ("Qwen2", {"rope_theta": 1e6}),
   "qwen2 tied full heads": (
     "Qwen2",
-    {"tie_word_embeddings": True, "num_key_value_heads": 3},
+    {
+      "tie_word_embeddings": True,
+      "num_key_value_heads": 3,
+      "rope_scaling": YARN,
+    },
   ),
-  "qwen2 yarn": ("Qwen2", {"rope_scaling": YARN}),
   "gemma3": (
     "Gemma3Text",
     {
@@ -87,8 +92,7 @@ CASES = {
     },
   ),
   "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
-  "smollm3": ("SmolLM3", {"num_hidden_layers": 8, "pad_token_id": None}),
-  "smollm3 cut period": (
+  "smollm3": (
     "SmolLM3",
     {"num_hidden_layers": 5, "pad_token_id": None, "tie_word_embeddings": True},
   ),
@@ -102,7 +106,6 @@ CASES = {
       "norm_topk_prob": True,
     },
   ),
-  "qwen3": ("Qwen3", {"head_dim": 16, "rope_theta": 1e6}),
   "qwen3 tied bias": (
     "Qwen3",
     {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
@@ -180,9 +183,7 @@ def test_shards_and_bfloat16_of_transformers(batch, tmp_path):
   assert np.abs(found - wanted)[mask].max() <= 1e-4
 
 
-@pytest.mark.parametrize(
-  "name", ["gemma3", "mistral", "qwen2", "qwen3_moe", "smollm3"]
-)
+@pytest.mark.parametrize("name", ["gemma3", "qwen2", "qwen3_moe", "smollm3"])
 def test_the_sampler_scores_its_tokens_as_transformers_does(name, tmp_path):
   reference = make_reference(*CASES[name])
   reference.save_pretrained(tmp_path)
