@@ -91,6 +91,17 @@ def _environment(**more):
   return programs.environment(PATH=path, **more)
 
 
+def _wait_for_a_step(run):
+  rows = run / "metrics.jsonl"
+  written = lambda: rows.exists() and rows.read_bytes().count(b"\n") > 1
+  programs.wait_until(written, "a step")
+
+
+@pytest.mark.parametrize("script", [_SLURM, _GPUS, _SKYPILOT["run"]])
+def test_scripts_are_bash(script):
+  subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
 def test_the_jobset_fits_together():
   [hosts] = _JOBSET["spec"]["replicatedJobs"]
   job = hosts["template"]["spec"]
@@ -145,7 +156,7 @@ class TestSlurm:
   ):
     run, requeued = tmp_path / "run", tmp_path / "requeued"
     job = sbatch(flags(run, 4), 2)
-    programs.wait_for_lines(run / "metrics.jsonl", 2)
+    _wait_for_a_step(run)
     pids = (tmp_path / "pids").read_text().split()
     os.kill(int(pids[1]), signal.SIGKILL)
     assert job.wait(120) == 128 + signal.SIGKILL
@@ -167,31 +178,32 @@ class TestSlurm:
     assert (tmp_path / "requeued").exists()
 
 
-@pytest.mark.parametrize(
-  ("script", "address", "count"),
-  [(_GPUS, "vapo-hosts-0-0.vapo", 16), (_SKYPILOT["run"], "10.0.0.1", 2)],
-  ids=["jobset", "skypilot"],
-)
-def test_a_host_finds_the_others(script, address, count, tmp_path):
-  # Stands in for the interpreter.
-  (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-  (tmp_path / "python").chmod(0o755)
-  for i in range(2):
-    environment = os.environ | {
-      "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-      "JOB_COMPLETION_INDEX": str(i),
-      "SKYPILOT_NODE_RANK": str(i),
-      "SKYPILOT_NUM_NODES": "2",
-      "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
-    }
-    given = ["bash", "-ec", script]
-    shown = subprocess.check_output(given, env=environment, text=True)
-    assert shown.splitlines()[:4] == [
-      "scripts/train.py",
-      f"--coordinator={address}:1234",
-      f"--num_processes={count}",
-      f"--process_id={i}",
-    ]
+@pytest.mark.slow(minutes=0.5)
+@pytest.mark.parametrize("kind", ["jobset", "skypilot"])
+def test_a_host_finds_the_others(kind, flags, tmp_path):
+  port = _free_port()
+  script = _small(
+    {"jobset": _GPUS, "skypilot": _SKYPILOT["run"]}[kind],
+    # It ends once both processes are ready for the first step.
+    [*flags(tmp_path / "run", 0), "--patience_s=10"],
+  )
+  script = script.replace(":1234", f":{port}").replace("=16", "=2")
+  script = script.replace("vapo-hosts-0-0.vapo", "localhost")
+  hosts = [
+    subprocess.Popen(
+      ["bash", "-ec", script],
+      cwd=_ROOT,
+      env=_environment(
+        JOB_COMPLETION_INDEX=str(i),
+        SKYPILOT_NODE_RANK=str(i),
+        SKYPILOT_NUM_NODES="2",
+        SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.2",
+      ),
+    )
+    for i in range(2)
+  ]
+  assert [host.wait(600) for host in hosts] == [0, 0]
+  assert len(list((tmp_path / "run" / "hosts").glob("*.jsonl"))) == 2
 
 
 # Stands in for Ray: an actor is a process that runs one method at a time.
@@ -284,7 +296,7 @@ def TINY(config):
     [sys.executable, "job.py"], cwd=tmp_path, env=environment
   )
 
-  programs.wait_for_lines(run / "metrics.jsonl", 2)
+  _wait_for_a_step(run)
   (tmp_path / "killed").touch()
   pids = (tmp_path / "pids").read_text().split()
   os.kill(int(pids[1]), signal.SIGKILL)
