@@ -266,6 +266,9 @@ class TestUnreadable:
       with pytest.raises(InputError) as error:
         reopen(tmp_path).restore(3, wanted | {"policy": policy | changes})
       assert all(part in one_line(error) for part in parts)
+    del policy["final_norm"]
+    with pytest.raises(InputError, match="final_norm/scale is not part of"):
+      reopen(tmp_path).restore(3, {"policy": policy})
 
   @pytest.mark.parametrize(
     ("content", "said"),
