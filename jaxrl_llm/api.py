@@ -352,17 +352,20 @@ def load(
     >>> policy.generate("3+5?", max_new_tokens=9, temperature=0)[0][0]["text"]
     '3+5=8;#8.'
   """
-  if not path:
-    return Policy(base_models.BASE, dtype=dtype)
-  path = pathlib.Path(path)
+  path = pathlib.Path(path or base_models.BASE)
   if not path.is_dir():
     raise InputError(
       f"{path}: no such directory; give a model directory or the --workdir of a"
       " run"
     )
-  if not workdir.is_workdir(path):
-    return Policy(path, dtype=dtype)
-  return Policy(path, workdir.find_step(path, step), dtype)
+  if workdir.is_workdir(path):
+    return Policy(path, workdir.find_step(path, step), dtype)
+  if step is not None:
+    raise InputError(
+      f"{path}: no step {step}, for this is not the --workdir of a run; leave"
+      " out the step"
+    )
+  return Policy(path, dtype=dtype)
 
 
 def train(

@@ -230,4 +230,6 @@ def test_load_refuses_what_is_not_there(trained, tmp_path):
     jaxrl_llm.load(tmp_path / "nothing")
   with pytest.raises(InputError, match="no step 7"):
     jaxrl_llm.load(trained[1], step=7)
+  with pytest.raises(InputError, match="no step best, for this is not the"):
+    jaxrl_llm.load(step="best")
   assert jaxrl_llm.load().directory == str(base_models.BASE)
