@@ -132,15 +132,6 @@ class TestRoundTrip:
     }
     assert values["x.inner.count"] == 2 and values["x.absent"] is None
 
-  def test_any_number_of_rows(self):
-    state = make_state()
-    abstract = abstract_of(state)
-    for rows in (1, 3):
-      part = types.take_rows(state.store, np.arange(rows))
-      changed = state.replace(store=part)
-      again = read(abstract, *state_lib.to_items({"x": changed}))
-      chex.assert_trees_all_equal(again.store, part)
-
 
 class TestOtherParts:
   def refusal(self, saved, abstract):
