@@ -21,9 +21,9 @@ from jaxrl_llm import base_models, models, sharding, workdir
 from jaxrl_llm.data.prompt_source import TEMPLATES, Template
 from jaxrl_llm.data.rows import Row
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.evaluate import pass_counts
-from jaxrl_llm.generate import Generation, make_prompts
+from jaxrl_llm.generate import MAX_SAMPLES, Generation, make_prompts
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.writer import ResponseWriter
@@ -103,7 +103,7 @@ class Policy:
       prompts: one text, or N prompts. A text is continued as it is; a list of
         messages (`role`, `content`) is formatted with the model's chat
         template.
-      samples: responses to each prompt.
+      samples: responses to each prompt, at most 1,024.
       seed: seed of the randomness.
       slots: maximum number of responses sampled at a time.
       **sampling: fields of `sampling.SamplingSettings`, such as `temperature`,
@@ -166,7 +166,9 @@ class Policy:
 
     Raises:
       InputError: A prompt cannot be used or does not fit the model's context.
+      ValueError: The number of samples is out of range.
     """
+    check_number("samples", samples, f"[1, {MAX_SAMPLES}]")
     prompts = make_prompts(
       rows,
       template,
@@ -350,17 +352,20 @@ def load(
     >>> policy.generate("3+5?", max_new_tokens=9, temperature=0)[0][0]["text"]
     '3+5=8;#8.'
   """
-  if not path:
-    return Policy(base_models.BASE, dtype=dtype)
-  path = pathlib.Path(path)
+  path = pathlib.Path(path or base_models.BASE)
   if not path.is_dir():
     raise InputError(
       f"{path}: no such directory; give a model directory or the --workdir of a"
       " run"
     )
-  if not workdir.is_workdir(path):
-    return Policy(path, dtype=dtype)
-  return Policy(path, workdir.find_step(path, step), dtype)
+  if workdir.is_workdir(path):
+    return Policy(path, workdir.find_step(path, step), dtype)
+  if step is not None:
+    raise InputError(
+      f"{path}: no step {step}, for this is not the --workdir of a run; leave"
+      " out the step"
+    )
+  return Policy(path, dtype=dtype)
 
 
 def train(

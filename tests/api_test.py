@@ -134,10 +134,13 @@ class TestGenerate:
       (["3+5?"], {"max_new_tokens": 600}, "prompt 1: .* context"),
       ([[{"role": "user", "content": "3+5?"}]], {}, "prompt 1: .*template"),
       ([], {}, "prompts"),
+      # The number of a sample would be another prompt's.
+      (["3+5?"], {"samples": 1025}, r"samples=1025, .* in \[1, 1024\]"),
+      (["3+5?"], {"samples": 0}, "samples=0, "),
     ],
   )
   def test_refusals(self, prompts, how, message):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(ValueError, match=message):
       jaxrl_llm.load().generate(prompts, **how)
 
 
@@ -229,4 +232,6 @@ def test_load_refuses_what_is_not_there(trained, tmp_path):
     jaxrl_llm.load(tmp_path / "nothing")
   with pytest.raises(InputError, match="no step 7"):
     jaxrl_llm.load(trained[1], step=7)
+  with pytest.raises(InputError, match="no step best, for this is not the"):
+    jaxrl_llm.load(step="best")
   assert jaxrl_llm.load().directory == str(base_models.BASE)

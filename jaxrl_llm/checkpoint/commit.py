@@ -133,9 +133,15 @@ def saved_name(record: Mapping[str, Any], item: str) -> str:
 def check_shapes(
   folder: pathlib.Path, record: Mapping[str, Any], targets: Mapping[str, Any]
 ) -> None:
-  """Raises InputError if a leaf is missing or has another shape."""
-  saved = record["leaves"]
-  for name, leaf in zip(*digest.named_leaves(targets)):
+  """Raises InputError if leaves are missing, left over or of other shapes."""
+  saved, (names, leaves) = record["leaves"], digest.named_leaves(targets)
+  more = {x for x in saved if x.split("/")[0] in targets}.difference(names)
+  if more and record["format"] > 4:  # Format 4 joins trees, see `saved_name`.
+    raise InputError(
+      f"{folder}: {min(more)} is not part of this model; use the model it was"
+      " saved from or another --workdir"
+    )
+  for name, leaf in zip(names, leaves):
     shape = tuple(saved[name]["shape"]) if name in saved else None
     if shape != leaf.shape:
       raise InputError(

@@ -108,6 +108,8 @@ def _problems(config, one, trained, settings) -> Problems:
   drawn = PromptSource(source, seed=None, **settings)
   most = config.eval.problems or EVAL_POSITIONS
   prompts, _ = drawn.draw(drawn.init(), min(most, len(drawn), EVAL_POSITIONS))
+  # After dropped prompts, the draw starts again with the first problems.
+  prompts = prompts[: len({prompt.example_id for prompt in prompts})]
   _check_answers(config.reward.name, prompts)
   asked = {_normal(prompt.question) for prompt in prompts}
   if not origin and (shared := asked & trained):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import checkpoint, metrics, models
+from jaxrl_llm import checkpoint, metrics, models, sharding
 from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner.learner import Learner
@@ -124,11 +124,25 @@ class ValuePretraining:
       f"critic pretrained on {state.trained_on} batches: held-out explained"
       f" variance {state.explained:.3f}"
     )
-    whole = models.Params(learner.base_of("critic"), state.best)
-    checkpoint.save_tree(workdir / FOLDER, models.merge(whole))
+    self._save(workdir, learner.base_of("critic"), state.best)
     # A reused critic starts with a fresh optimizer; so does this one.
     critic = self.learner.critic.create_state(state.best)
     return learner.with_model("critic", critic)
+
+  def _save(self, workdir: pathlib.Path, base: Any, trained: Any) -> None:
+    """Saves a critic for `value.init_from`, with its adapters merged."""
+    critic = self.learner.critic
+    if critic.shares_base and critic.fns.count > 1:  # All have the same base.
+      each = {k: models.Params(base, x) for k, x in trained.items()}
+      whole = {k: models.merge(params) for k, params in each.items()}
+    else:
+      whole = models.merge(models.Params(base, trained))
+    if (adapters := critic.fns.config.adapters) is not None:
+      plain = lambda x: jax.tree.map(jnp.float32, adapters.merge(x))
+      shapes = jax.eval_shape(plain, whole)
+      places = sharding.tree_shardings(shapes, self.learner.mesh)
+      whole = jax.jit(plain, out_shardings=places)(whole)
+    checkpoint.save_tree(workdir / FOLDER, whole)
 
   def _step(
     self, learner: LearnerState, state: PretrainingState, weights: Weights

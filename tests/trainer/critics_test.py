@@ -26,14 +26,22 @@ KINDS = {
     "schedule__window": 5,
     "estimator__boundary": "bootstrap",
   },
-  "halves of adapters": {**_HALVES, **_ADAPTERS},
-  "privileged": {**_PRIVILEGED, "schedule__window": 5},
+  "privileged halves of adapters": {
+    **_HALVES,
+    **_ADAPTERS,
+    **_PRIVILEGED,
+    "schedule__window": 5,
+  },
 }
 
 
 def make_run(model, kind, **changes):
   settings = {"run__steps": STEPS, **KINDS[kind]}
   return build.make_run(tiny_run.make_config(model, **settings | changes))
+
+
+def make_privileged(model, **changes):
+  return build.make_run(tiny_run.make_config(model, **_PRIVILEGED | changes))
 
 
 @pytest.mark.slow
@@ -61,6 +69,11 @@ def test_resumes_bit_for_bit(model, kind, tmp_path):
     moved = lambda x, y: float(np.abs(x - y).max())
     moved = jax.tree.leaves(jax.tree.map(moved, one, pretrained))
     assert max(moved) > 0
+  if kind == "privileged halves of adapters":
+    halves = {"value__ensemble": "halves", "value__head": "scalar"}
+    halves["value__reads_logprobs"] = True
+    _, learner = started_from(model, whole, **halves)
+    assert learner.critic.trained.keys() == {"first", "second"}
   if kind == "categorical halves":  # For adapters, see adapters_test.py.
     check_mesh(model, kind, rows[: step + 1], tmp_path / "mesh")
 
@@ -81,6 +94,7 @@ def trained(model, tmp_path_factory):
   """The folder of a short run with a categorical critic."""
   folder = tmp_path_factory.mktemp("trained")
   settings = {"run__steps": 1, "value__reads_logprobs": False}
+  settings["value__reward_model_steps"] = 1  # Moves the adapters.
   loop.train(make_run(model, "categorical adapters", **settings), folder)
   return folder
 
@@ -108,6 +122,15 @@ def test_an_exported_critic_starts_another_run(model, trained, tmp_path):
   assert "2 critics of the same size" in summary.describe(run)[1]
   for name in ("first", "second"):
     chex.assert_trees_all_equal(learner.critic.trained[name], params)
+
+
+def test_a_pretrained_critic_with_adapters_starts_another_run(model, trained):
+  _, params = workdir.load_critic(trained, 0)
+  _, learner = started_from(model, trained)
+  chex.assert_trees_all_close(learner.critic.trained, params, atol=1e-6)
+  _, before = models.load(str(model))
+  moved = learner.critic.trained["layers"]["mlp"]["up"]["kernel"]
+  assert np.abs(moved - before["layers"]["mlp"]["up"]["kernel"]).max() > 1e-5
 
 
 def test_the_critic_may_be_smaller_than_the_policy(model, tmp_path):
@@ -151,7 +174,7 @@ def test_a_critic_that_is_not_of_a_directory_is_one_line(
 
 
 def test_a_privileged_critic_reads_the_answer_before_the_prompt(model):
-  run = make_run(model, "privileged")
+  run = make_privileged(model)
   rng = np.random.default_rng(0)
   rollout = tiny_run.random_rollout(rng, rows=6, vocab=19, group_size=2)
   learner = loop.begin(run)[0].learner
@@ -188,6 +211,6 @@ def test_a_privileged_critic_reads_the_answer_before_the_prompt(model):
 
 def test_an_answer_needs_a_place_and_room(model):
   with pytest.raises(InputError, match="the text has no {answer}"):
-    make_run(model, "privileged", value__answer_format="answer")
+    make_privileged(model, value__answer_format="answer")
   with pytest.raises(InputError, match="answer_tokens = 84 exceeds the model"):
-    make_run(model, "privileged", value__answer_tokens=60)
+    make_privileged(model, value__answer_tokens=60)

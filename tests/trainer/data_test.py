@@ -60,6 +60,13 @@ class TestSets:
     every = self.evaluators(model, train, four, eval__problems=0)
     assert [p.question for p in every[0].prompts] == sums(4)
 
+  def test_none_takes_the_place_of_one_that_is_dropped(self, model, tmp_path):
+    train = write(tmp_path / "train.jsonl", sums(1))
+    test = write(tmp_path / "test.jsonl", [*sums(2, 1), "1+" * 9 + "1?"])
+    changes = {"data__on_long": "drop", "data__max_prompt_length": 12}
+    (one,) = self.evaluators(model, train, test, **changes)
+    assert [p.question for p in one.prompts] == sums(2, 1)
+
   def test_files_share_the_columns_of_the_training_data(self, model, tmp_path):
     paths = [tmp_path / "a.jsonl", tmp_path / "b.parquet", tmp_path / "c.jsonl"]
     for path in paths:

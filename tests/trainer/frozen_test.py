@@ -1,4 +1,7 @@
-"""A run that trains only a part of its parameters."""
+"""A run that trains only a part of its parameters.
+
+pairs_test.py resumes such runs.
+"""
 
 import os
 
@@ -6,7 +9,6 @@ import chex
 import jax
 import pytest
 from helpers import tiny_run
-from helpers.tiny_run import with_config
 
 from jaxrl_llm import api, checkpoint, models, workdir
 from jaxrl_llm.checkpoint import commit
@@ -66,6 +68,8 @@ def test_a_step_holds_what_is_trained_and_the_rest_is_written_once(whole):
   # The critic's embedding is trained and has moments.
   assert "learner.critic.trained/embed/embedding" in step
   assert any("critic.optimizer" in x and "embed" in x for x in step)
+  written = lambda name: os.stat(folder / name / "COMMIT").st_mtime_ns
+  assert written("base") < written(str(STEPS - 1)) < written(str(STEPS))
 
 
 def test_readers_find_all_parameters(run, whole, model):
@@ -80,17 +84,4 @@ def test_readers_find_all_parameters(run, whole, model):
   last = workdir.restore_params(folder, STEPS, "critic", critic)
   chex.assert_trees_all_equal(
     *jax.device_get((pretrained["layers"]["mlp"], last["layers"]["mlp"]))
-  )
-
-
-def test_resumes_bit_for_bit(run, whole, tmp_path):
-  folder, _ = whole
-  loop.train(with_config(run, run__steps=2), tmp_path)
-  written = os.stat(tmp_path / "checkpoints" / "base" / "COMMIT").st_mtime_ns
-  loop.train(run, tmp_path)
-  assert tiny_run.comparable(tmp_path)[-1] == tiny_run.comparable(folder)[-1]
-  again = os.stat(tmp_path / "checkpoints" / "base" / "COMMIT").st_mtime_ns
-  assert again == written
-  chex.assert_trees_all_equal(
-    api.load(tmp_path).params, api.load(folder).params
   )

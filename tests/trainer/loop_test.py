@@ -137,21 +137,6 @@ class TestRun:
     passed = rows[-1]["time"] - rows[0]["time"] + first
     assert sum(spent.values()) == pytest.approx(passed)
 
-  def test_files(self, whole):
-    names = {path.name for path in whole.iterdir()}
-    assert names >= {
-      "base_model",
-      "config.json",
-      "metrics.jsonl",
-      "samples.jsonl",
-      "tensorboard",
-      "checkpoints",
-      "value_pretrain.jsonl",
-      "value_pretrained",
-    }
-    kept = {p.name for p in (whole / "checkpoints").iterdir() if p.is_dir()}
-    assert kept == {"5", "6"}
-
   def test_every_update_is_one_program(self, run, whole):
     del whole
     learner = run.learner
@@ -359,20 +344,6 @@ class TestDiskFull:
     assert workdir_lib.steps(tmp_path) == [5, 6]
 
 
-class TestEarlierStep:
-  def test_what_came_after_it_is_set_aside(self, run, whole, tmp_path, capsys):
-    folder = pathlib.Path(shutil.copytree(whole, tmp_path / "copy"))
-    rows = (folder / "metrics.jsonl").read_bytes()
-    loop.train(run, folder, step=5)
-    shown = capsys.readouterr().out
-    aside = folder / "set_aside_1"
-    assert f"checkpoints 6 and earlier rows are set aside in {aside}" in shown
-    assert "resumed from step 5" in shown
-    assert (aside / "metrics.jsonl").read_bytes() == rows
-    assert (aside / "checkpoints" / "6" / "learner.policy.trained").is_dir()
-    assert_same_run(run, whole, folder)
-
-
 class TestFolder:
   def test_of_another_process(self, run, whole):
     before = tiny_run.snapshot(whole)
@@ -426,9 +397,7 @@ class TestBest:
     with pytest.raises(InputError, match="checkpoint.best=.* not in eval/"):
       self.train(run, tmp_path / "first", best)
 
-  @pytest.mark.parametrize(
-    "name", ["eval/avg", "avg@2", "eval/chain_sum/greedy", "policy/loss"]
-  )
+  @pytest.mark.parametrize("name", ["eval/chain_sum/greedy", "policy/loss"])
   def test_a_name_that_is_no_metric(self, run, tmp_path, name):
     with pytest.raises(InputError, match="one of eval/chain_sum/avg@2"):
       self.train(run, tmp_path / "new", name)
@@ -543,7 +512,7 @@ class TestValuePretraining:
       )
     )
 
-  @pytest.mark.parametrize("best", range(PRETRAINED))
+  @pytest.mark.parametrize("best", [0, PRETRAINED - 1])
   def test_the_best_critic_is_kept_and_only_it_changes(
     self, run, tmp_path, monkeypatch, best
   ):
@@ -578,13 +547,6 @@ class TestValuePretraining:
     reused = with_config(run, value__init_from=str(tmp_path)).critic_params
     saved = reused(after.params("policy"))
     chex.assert_trees_all_equal(jax.device_get(saved), trained)
-
-  @pytest.mark.slow
-  def test_reused_by_another_run(self, run, whole, tmp_path):
-    loop.train(with_config(run, value__init_from=str(whole)), tmp_path)
-    assert not (tmp_path / "value_pretrain.jsonl").exists()
-    # The same critic, hence the same run.
-    assert_same_run(run, whole, tmp_path)
 
   def test_reused_from_nowhere(self, run, tmp_path):
     with pytest.raises(InputError, match="value_pretrained: no such check"):

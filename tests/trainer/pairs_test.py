@@ -66,7 +66,10 @@ FEATURES = {
   "average": {"off_policy.proximal": "ewma"},
   "kept_weights": {"off_policy.keep_weights": "float32"},
   "reward_model_start": {"value.reward_model_steps": 1},
-  "frozen": {"optimizer.policy.frozen": ("embed",)},
+  "frozen": {
+    "optimizer.policy.frozen": ("embed",),
+    "optimizer.value.frozen": ("layers/mlp",),
+  },
   "adapters": {
     "model.lora_rank": 4,
     "value.lora_rank": 4,
@@ -81,24 +84,26 @@ cispo epochs drafter dynamic_sampling average mesh frozen environment
 vapo first_groups window epochs mini_batches reads_logprobs average lag \
   adapters
 ppo frozen mesh environment mini_batches reward_model_start lag reads_logprobs
-reinforce_pp_baseline dynamic_sampling first_groups kept_weights frozen \
-  environment mesh lag
-vc_ppo reward_model_start drafter window reads_logprobs mini_batches \
+gspo dynamic_sampling first_groups kept_weights frozen environment mesh lag
+asyppo reward_model_start drafter window reads_logprobs mini_batches \
   environment frozen
 ppo_ewma reward_model_start dynamic_sampling reads_logprobs epochs \
   mini_batches average first_groups adapters
 tppo mesh window drafter lag kept_weights mini_batches epochs adapters
-grpo adapters streaming environment
+rloo adapters streaming environment
 vc_ppo streaming environment frozen reward_model_start reads_logprobs mesh
 """.splitlines()
 ]
 # Methods that are not combined with features: 'sft' samples no rollouts, 'sgpo'
 # needs a profile, and 'replay' and 'dart' train on tokens in several steps.
+# 'grpo' and 'dr_grpo' differ from 'mc_grpo', and 'reinforce_pp_baseline' from
+# 'reinforce_pp', in a few settings only (method_configs_test.py).
 # Further parts are trained and resumed in tests/methods: curricula (including
 # adhint's hints and scope's repairs) in curricula_test.py, token losses and
 # mixed advantages in features_test.py, and teachers, probes and shared
 # responses in separate files.
 OTHERS = {"sft", "sgpo", "replay", "dart"}
+OTHERS |= {"grpo", "dr_grpo", "reinforce_pp_baseline"}
 OTHERS |= {"dots", "dps", "gdro", "majority", "nudge", "xrpo", "distill"}
 OTHERS |= {"adhint", "dars", "scope", "arrol", "poise", "sapo"}
 OTHERS |= {"dppo", "evpo", "maxrl", "sao", "sapo_gate"}

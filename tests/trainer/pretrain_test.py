@@ -1,4 +1,4 @@
-"""Pretraining depends only on its settings, for every task; the assets."""
+"""Pretraining depends only on its settings; the shipped base models."""
 
 import json
 import pathlib
@@ -20,13 +20,13 @@ ASSETS = pathlib.Path(jaxrl_llm.__file__).parent / "assets"
 TASKS = tuple(pretraining.TASKS)
 
 
-def train(task, tokenizer, **changes):
+def train(tokenizer, **changes):
   """Trains the tiny model briefly; returns (params, losses)."""
   small = {"steps": 60, "warmup_steps": 2, "learning_rate": 1e-2}
   small |= {"batch_size": 16, "micro_batch_size": 4, "max_prompt_length": 6}
   small |= {"task_settings": {"max_ops": 2, "eval_size": 20}}
   small |= {"max_response_length": 24}
-  settings = pretraining.TASKS[task]._replace(**small | changes)
+  settings = pretraining.TASKS[TASKS[0]]._replace(**small | changes)
   losses = []
   params = pretraining.pretrain(
     models.make_policy(tiny_run.model_config()),
@@ -42,14 +42,13 @@ def tokenizer(model):
   return Tokenizer(model)
 
 
-@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.slow
-def test_pretraining_learns_and_repeats_itself(task, tokenizer):
-  params, (first, last) = train(task, tokenizer)
+def test_pretraining_learns_and_repeats_itself(tokenizer):
+  params, (first, last) = train(tokenizer)
   assert first > 2.7 and last < 0.6 * first  # log(19 tokens) = 2.9.
-  again, _ = train(task, tokenizer)
+  again, _ = train(tokenizer)
   jax.tree.map(np.testing.assert_array_equal, params, again)
-  _, (other, _) = train(task, tokenizer, seed=1, steps=4)
+  _, (other, _) = train(tokenizer, seed=1, steps=4)
   assert other != first
 
 

@@ -9,11 +9,10 @@ import pytest
 from helpers import tiny_mesh_run, tiny_run
 from helpers.tiny_mesh_run import MESHES, PLAIN, recorded
 from helpers.tiny_run import with_config
-from parts import dry_run
 
 from jaxrl_llm import metrics, sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.trainer import build, loop, meshes
+from jaxrl_llm.trainer import build, loop, meshes, summary
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +96,6 @@ class TestRuns:
     loop.train(make_run("apart"), tmp_path)
     rows = metrics.read_rows(tmp_path / "metrics.jsonl")
     assert [row["compile/count"] for row in rows[2:]] == [0] * 3
-
-  def test_a_resumed_run_is_the_uninterrupted_one(
-    self, make_run, written, tmp_path
-  ):
-    run, workdir = make_run("rearranged"), written("rearranged")[0]
-    loop.train(with_config(run, run__steps=2), tmp_path)
-    loop.train(run, tmp_path)
-    assert tiny_run.comparable(tmp_path) == tiny_run.comparable(workdir)
 
   def test_a_run_goes_on_under_other_meshes(self, make_run, written, tmp_path):
     loop.train(with_config(make_run("shared"), run__steps=2), tmp_path)
@@ -210,30 +201,18 @@ def test_a_windowed_run_goes_on_with_other_devices(model, tmp_path):
   ]
 
 
-class TestDryRun:
-  @pytest.mark.parametrize(
-    ("name", "lines"),
-    [
-      ("shared", ["sampler  4 cpu (data=4), devices 0 to 3, each holds"]),
-      ("apart", ["sampler  4 cpu (data=4), devices 4 to 7, each holds"]),
-      (
-        "rearranged",
-        [
-          "trainer  8 cpu (fsdp=8), devices 0 to 7, each holds",
-          "sampler  8 cpu (data=8), devices 0 to 7, each holds",
-        ],
-      ),
-    ],
-  )
-  def test_says_where_each_side_is(
-    self, make_run, monkeypatch, capsys, name, lines
-  ):
-    monkeypatch.setattr(dry_run, "lower_all", lambda *_: {})
-    dry_run.dry_run(make_run(name))
-    out = capsys.readouterr().out
-    for line in lines:
-      assert line in out
-    assert ("shared with the trainer" in out) == (name != "apart")
+class TestDescribe:
+  def test_says_where_each_side_is(self, make_run):
+    shared, apart, rearranged = (
+      "\n".join(summary.describe(make_run(name))) for name in MESHES
+    )
+    assert "sampler  4 cpu (data=4), devices 0 to 3, each holds" in shared
+    assert "sampler  4 cpu (data=4), devices 4 to 7, each holds" in apart
+    assert "trainer  8 cpu (fsdp=8), devices 0 to 7, each holds" in rearranged
+    assert "sampler  8 cpu (data=8), devices 0 to 7, each holds" in rearranged
+    with_trainer = "shared with the trainer"
+    assert with_trainer in shared and with_trainer in rearranged
+    assert with_trainer not in apart
 
   def test_what_is_held_is_what_the_state_holds(self, make_run):
     run = make_run("rearranged")
@@ -272,14 +251,6 @@ class TestSettings:
   def test_without_a_mesh_of_its_own_it_shares_the_trainers(self):
     trainer, sampler = self.make(mesh__data=2)
     assert sampler is trainer
-
-  def test_beside_a_mesh_are_free_devices_or_its_own(self):
-    devices = jax.devices()
-    mesh = sharding.make_mesh(data=2, fsdp=1, tensor=1, devices=devices[3:5])
-    assert (
-      sharding.remaining_devices(mesh, devices) == devices[:3] + devices[5:]
-    )
-    assert sharding.remaining_devices(mesh, devices[3:5]) == devices[3:5]
 
   @pytest.mark.parametrize(
     ("trainers", "samplers", "said"),

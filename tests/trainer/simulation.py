@@ -67,7 +67,6 @@ class Disk:
   def __init__(self, root: pathlib.Path, seed: int, rate: float):
     self.root, self.rate = str(root), rate
     self.rng = random.Random(seed)
-    self.trace = hashlib.blake2b(digest_size=8)
     self.faults = collections.Counter()
     self.calls = 0
     self.boot()
@@ -80,12 +79,11 @@ class Disk:
     # Folder -> unflushed renames in it: (from, to, replaced content).
     self.renamed = collections.defaultdict(list)
 
-  def call(self, name: str, path: str):
+  def call(self):
     """Called before each call that changes files; may make it fail."""
     if self.dead:
       raise Killed
     self.calls += 1
-    self.trace.update(f"{name} {path.removeprefix(self.root)}\n".encode())
     if self.rng.random() >= self.rate:
       return
     kind = self.rng.choices(list(_SHARES), list(_SHARES.values()))[0]
@@ -94,7 +92,6 @@ class Disk:
     if kind == "stop" and (self.stopped or not listened):
       return
     self.faults[kind] += 1
-    self.trace.update(kind.encode())
     if kind == "stop":
       self.stopped = True
       signal.raise_signal(signal.SIGTERM)
@@ -168,11 +165,11 @@ def _audit(event: str, arguments: tuple):
     path, _, flags = arguments
     writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
     if writes and (path := _mine(path)):
-      _disk.call(event, path)
+      _disk.call()
       _disk.wrote(path, 0 if flags & os.O_TRUNC else None)
   elif event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir"):
     if path := _mine(arguments[0]):
-      _disk.call(event, path)
+      _disk.call()
       if event == "os.rename":
         _disk.rename(path, _mine(arguments[1]))
 
@@ -185,21 +182,21 @@ def _write(descriptor, data):
   if path := _of(descriptor):
     if _disk.rng.random() < _disk.rate / 4:  # Only a part fits.
       data = data[: _disk.up_to(len(data))]
-    _disk.call("write", path)
+    _disk.call()
     _disk.wrote(path)
   return _REAL["write"](descriptor, data)
 
 
 def _fsync(descriptor):
   if path := _of(descriptor):
-    _disk.call("fsync", path)
+    _disk.call()
     _disk.flushed(path)
   # The real one would only take time.
 
 
 def _ftruncate(descriptor, size):
   if path := _of(descriptor):
-    _disk.call("truncate", path)
+    _disk.call()
     _disk.wrote(path, size)
   return _REAL["ftruncate"](descriptor, size)
 
@@ -517,7 +514,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
   )
   begun, total = time.perf_counter(), collections.Counter()
-  trace = hashlib.blake2b(digest_size=8)
   with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
     folder = pathlib.Path(folder)
     model = tiny_run.write_model(folder / "model")
@@ -540,12 +536,10 @@ def main(arguments: list[str] | None = None) -> int:
       if outcome(folder / "run") != wanted:
         print(f"seed {seed}: rows or arrays differ from those without faults")
         return 1
-      trace.update(disk.trace.digest())
       total += disk.faults
       total.update(calls=disk.calls, starts=starts)
       shutil.rmtree(folder / "run")
-  total = {"steps": options.steps, **total, "trace": trace.hexdigest()}
-  print(json.dumps(total))
+  print(json.dumps({"steps": options.steps, **total}))
   print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr)
   return 0
 
