@@ -105,7 +105,7 @@ class Algorithm:
 # Inputs computed within an update, from the current model and packed rows.
 _OF_THE_POLICY = {"logprobs", "entropy", "mask", "segments"}
 _OF_THE_CRITIC = {"values", "value_logits", "of_critics"}
-OF_THE_UPDATE = _OF_THE_POLICY | _OF_THE_CRITIC
+OF_THE_UPDATE = _OF_THE_POLICY | _OF_THE_CRITIC | {"weights"}
 
 
 def _both(first: Part, second: Part) -> Part:

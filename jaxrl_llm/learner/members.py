@@ -81,7 +81,7 @@ class Training(NamedTuple):
       weights = weights * self.correction(inputs).weights
     columns = {name: inputs[name] for name in self.reads}
     for name, term in self.auxiliary.items():
-      columns[f"{name}_weights"] = weigh(
+      columns[f"{name}/weights"] = weigh(
         inputs[term.mask], mode=term.mode, norm=term.norm
       )
       # Auxiliary losses may read tokens of earlier windows.

@@ -275,7 +275,10 @@ class PackedBatch:
   @property
   def trains(self) -> bool:
     """Whether any token has a nonzero weight in any loss; reads host arrays."""
-    return any(x.any() for k, x in self.inputs.items() if k.endswith("weights"))
+    weights = [
+      x for k, x in self.inputs.items() if k.split("/")[-1] == "weights"
+    ]
+    return any(x.any() for x in weights)
 
   def micro_batch(self, i: chex.Numeric) -> dict[str, Any]:
     """Returns `packed`, `mask` and `inputs` of micro-batch i, [r, C]."""

@@ -270,6 +270,6 @@ def test_positive_examples_are_whole_responses():
   np.testing.assert_array_equal(
     layout.gather(batch.packed.mask), got["policy_mask"] | got["positive_mask"]
   )
-  nll = layout.gather(batch.inputs["nll_weights"])
+  nll = layout.gather(batch.inputs["nll/weights"])
   np.testing.assert_allclose(nll[0], [0.25, 0.25, 0.25, 0.25, 0])
   assert not layout.gather(batch.inputs["weights"])[0, :2].any()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import tiny_run
 from helpers.registries import REGISTRIES, registries  # noqa: F401
-from helpers.tiny_algorithm import call, make_algorithm
+from helpers.tiny_algorithm import call, make_algorithm, policy_batch
 
 from jaxrl_llm import losses, metrics, register, rewards
 from jaxrl_llm.errors import InputError
@@ -159,6 +159,15 @@ class TestRegister:
     with pytest.raises(ValueError, match="has no setting 'gama'; use 'gamma'"):
       register.token_input("of_prompt", lambda rewards, *, gama: rewards)
 
+  def test_an_own_input_is_no_weight_of_a_loss(self):
+    fives = lambda mask: jnp.where(mask, 5.0, 0.0)
+    register.token_input("nll_weights", fives)
+    register.loss("own", lambda logprobs, nll_weights: logprobs)
+    batch = policy_batch(make_algorithm(loss__name="own"))
+    assert batch.inputs["nll_weights"].max() == 5.0 and batch.trains
+    nothing = {k: 0 * batch.inputs[k] for k in ("weights", "nll/weights")}
+    assert not batch.replace(inputs=batch.inputs | nothing).trains
+
   def test_an_input_that_nothing_gives_is_refused(self):
     register.estimator("own", lambda token_rewards, tokenz: token_rewards)
     register.loss("own", lambda logprobs, values: logprobs)
@@ -212,7 +221,7 @@ class TestRegister:
 
   def test_a_taken_name_of_an_input_is_refused(self):
     said = "an input '{}' already exists; choose another name"
-    for name in ("policy_mask", "logprobs", "rewards", "to_come"):
+    for name in ("policy_mask", "logprobs", "rewards", "weights", "to_come"):
       if name == "to_come":
         register.token_input(name, to_come)
       with pytest.raises(ValueError, match=said.format(name)):
