@@ -33,6 +33,10 @@ class TestMaxRL:
     expected = [3, -1, -1, -1, 0, 0, 0, 0, 0]
     np.testing.assert_allclose(got, np.transpose([expected] * 2), atol=1e-6)
 
+  def test_rewards_that_cancel_have_no_advantage(self):
+    rewards = np.float32([1.0, 0.7, -0.8, -0.9])
+    assert not self.advantages(rewards, [0] * 4).any()
+
   def test_equals_reference(self):
     rng = np.random.default_rng(0)
     rewards = rng.uniform(-0.5, 1, 20).astype(np.float32)
