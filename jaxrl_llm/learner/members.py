@@ -33,7 +33,8 @@ class Training(NamedTuple):
   Attributes:
     objective: loss of the member.
     score: (params, PackedRows, *arguments) -> arrays [M, r, C]; see `scoring`.
-    reads: names of the inputs [B, T] of the loss; it also reads `weights`.
+    reads: names of the inputs [B, T] or [B] of the loss, which it reads at
+      every token; it also reads `weights`.
     mask: name of the bool input [B, T] that selects the tokens to train on.
     mode: reduction of the loss over them, see `masked.token_weights`.
     norm: constant length of the mode; None for modes without one.

@@ -62,6 +62,8 @@ class TestPack:
     scattered = layout.scatter(values)
     assert scattered.dtype == np.float32
     assert scattered[0, 0].tolist() == [0, 0, 1, 2, 0, 0, 3, 0, 0]
+    of_responses = layout.scatter(np.asarray([True, False]), fill=True)
+    assert of_responses[0, 0].tolist() == [1, 1, 1, 1, 1, 1, 0, 1, 1]
     np.testing.assert_array_equal(
       layout.gather(scattered), [[1, 2, 0], [3, 0, 0]]
     )

@@ -160,11 +160,13 @@ class TestRegister:
       register.token_input("of_prompt", lambda rewards, *, gama: rewards)
 
   def test_an_own_input_is_no_weight_of_a_loss(self):
-    fives = lambda mask: jnp.where(mask, 5.0, 0.0)
-    register.token_input("nll_weights", fives)
-    register.loss("own", lambda logprobs, nll_weights: logprobs)
+    register.token_input("nll_weights", lambda rewards: 5.0 * rewards)
+    register.loss("own", lambda logprobs, rewards, nll_weights: logprobs)
     batch = policy_batch(make_algorithm(loss__name="own"))
-    assert batch.inputs["nll_weights"].max() == 5.0 and batch.trains
+    # Inputs of responses are read at every token.
+    given = np.abs(batch.inputs["nll_weights"]), np.abs(batch.inputs["rewards"])
+    assert np.unique(given[0]).tolist() == [0, 5] and batch.trains
+    np.testing.assert_array_equal(given[0], 5 * given[1])
     nothing = {k: 0 * batch.inputs[k] for k in ("weights", "nll/weights")}
     assert not batch.replace(inputs=batch.inputs | nothing).trains
 
