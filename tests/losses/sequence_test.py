@@ -127,11 +127,10 @@ class TestGspo:
 
 
 class TestSegments:
-  @pytest.mark.parametrize("seed", [0, 1])
-  def test_packed_rows_equal_reference(self, seed):
+  def test_packed_rows_equal_reference(self):
     """Segments have any id, are not contiguous, and some have no token."""
-    logprobs, old, advantages, mask = _batch(seed)
-    segments = np.random.default_rng(seed).integers(0, 5, mask.shape)
+    logprobs, old, advantages, mask = _batch()
+    segments = np.random.default_rng(0).integers(0, 5, mask.shape)
     segments[0] = 24
     result = jax.jit(functools.partial(losses.gspo_loss, **_CLIP))(
       logprobs, old, advantages, mask, segments=segments
