@@ -16,7 +16,6 @@ from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.methods import kept_weights
 from jaxrl_llm.models import TokenLogprobs
-from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.workdir import Workdir
 
 KEEP = {"off_policy__keep_weights": "float32"}
@@ -208,11 +207,6 @@ class TestCorrections:
       stale, [step.row["correction/weight_mean"] for step in history], atol=1e-3
     )
 
-  def test_one_alone_is_reported_as_before(self, model):
-    (step, *_), _ = record(make_run(model, **LATE), 1)
-    names = {name for name in step.row if name.startswith("correction/")}
-    assert names == {"correction/weight_mean", "correction/kept"}
-
 
 class TestState:
   @pytest.mark.parametrize("fsdp", [1, 2])
@@ -234,10 +228,6 @@ class TestState:
     split = sharding.with_leading_axis(params["embed"]["embedding"].sharding)
     assert kept["embed"]["embedding"].sharding == split
     assert kept["embed"]["embedding"].shape[0] == 3
-
-  def test_is_absent_unless_asked_for(self, model):
-    made = make_run(model, **LATE)
-    assert loop.begin(made)[0].learner.companions == {}
 
   def test_how_many_is_fixed(self, model, tmp_path):
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
