@@ -3,7 +3,6 @@
 import functools
 import inspect
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,11 +58,8 @@ class TestRegister:
     )
     assert {"tokens", "lengths"} <= run.learner.algorithm.leaves
     states, _, collected = tiny_run.collect(run)
-    before = jax.device_get(states.learner.policy.trained)
     responses = collected.batch.responses
-    learner, row = run.learner.update(
-      states.learner, responses, metrics.PhaseTimer()
-    )
+    _, row = run.learner.update(states.learner, responses, metrics.PhaseTimer())
     # Every token has its response's reward and ratio 1.
     lengths, mask = responses.rollout.lengths, responses.rollout.mask
     share = 1 - np.arange(mask.shape[1]) / lengths[:, None]
@@ -72,7 +68,6 @@ class TestRegister:
     expected = -(share * credit)[mask].mean()
     assert abs(expected + credit[mask].mean()) > 0.01
     np.testing.assert_allclose(row["policy/loss"], expected, rtol=1e-4)
-    assert largest_move(before, states._replace(learner=learner)) > 0
     assert row["policy/grad_norm"] > 0 and row["policy/skipped"] == 0
 
   def test_an_own_template_and_mask(self, model):
@@ -232,12 +227,3 @@ class TestRegister:
     register.token_input("shaped_rewards", to_come)
     with pytest.raises(ValueError, match=said.format("shaped_rewards")):
       make_algorithm()
-
-
-def largest_move(before, states):
-  moved = jax.tree.map(
-    lambda a, b: np.abs(a - b).max(),
-    before,
-    jax.device_get(states.learner.policy.trained),
-  )
-  return max(jax.tree.leaves(moved))
