@@ -12,8 +12,6 @@ from jaxrl_llm import estimators, losses
 from jaxrl_llm.learner import build_algorithm, choices, parts
 from jaxrl_llm.methods import vcpo
 
-GAE = jax.jit(estimators.gae)
-
 
 def make_inputs(seed=0, rows=4, room=6):
   """Makes ended responses with random rewards and values."""
@@ -43,17 +41,7 @@ def of_gae(inputs):
   return inputs["token_rewards"], inputs["values"], inputs["mask"]
 
 
-class TestAdvantages:
-  def test_constant(self):
-    inputs = make_inputs()
-    made = make_algorithm(
-      estimator__lambda_schedule="constant", estimator__lambda_policy=0.7
-    )
-    expected = GAE(*of_gae(inputs), gamma=1.0, lambda_=0.7)
-    np.testing.assert_allclose(
-      compute(made, "advantages", inputs), expected, rtol=1e-5, atol=1e-6
-    )
-
+class TestLambda:
   def test_every_rule_of_the_config_gives_each_row_or_token_one(self):
     inputs = make_inputs()
     for name in choices.LAMBDA_RULES:

@@ -15,18 +15,6 @@ _CLIP = dict(clip_low=0.2, clip_high=0.28)
 _LEVELS = ["token", "sequence", "geometric"]
 
 
-def _batch(seed=0, rows=6, length=12):
-  """Makes ragged rows with holes, one empty, one of length 1; NaN if masked."""
-  rng = np.random.default_rng(seed)
-  mask = ragged.mask(rng, rows, length)
-  behavior = -rng.exponential(size=mask.shape)
-  proximal = behavior + 0.4 * rng.normal(size=mask.shape)
-  behavior, proximal = (
-    np.where(mask, x, np.nan).astype(np.float32) for x in (behavior, proximal)
-  )
-  return proximal, behavior, mask
-
-
 def _tokens(seed=0, shape=(4, 50)):
   """Makes logprobs, proximal, behavior and advantages."""
   rng = np.random.default_rng(seed)
@@ -56,8 +44,8 @@ class TestImportance:
 
   @pytest.mark.parametrize("level", _LEVELS)
   def test_ragged_batches_equal_reference(self, level):
-    arrays = _batch()
-    mask = arrays[2]
+    proximal, behavior, _, mask = ragged.batch(0, 0.4)
+    arrays = proximal, behavior, mask
     ratio = reference.importance(*arrays, level)
     settings = dict(level=level, low=0.9, high=1.1)
     inside = mask & (ratio >= 0.9) & (ratio <= 1.1)

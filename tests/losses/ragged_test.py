@@ -95,17 +95,6 @@ _SLOPES = {
 }
 
 
-def _batch(seed, rows=7, length=12):
-  """Makes ragged rows with holes, one empty, one of length 1; NaN if masked."""
-  rng = np.random.default_rng(seed)
-  mask = ragged.mask(rng, rows, length)
-  behavior = -rng.exponential(size=mask.shape)
-  old = behavior + 0.3 * rng.normal(size=mask.shape)
-  logprobs = old + 0.5 * rng.normal(size=mask.shape)
-  arrays = logprobs, old, behavior, rng.normal(size=mask.shape)
-  return [np.where(mask, x, np.nan).astype(np.float32) for x in arrays], mask
-
-
 @functools.cache
 def _program(name):
   """Returns (arrays, weights, mask) -> sum and gradient of the first array."""
@@ -142,7 +131,7 @@ def _slope(name):
 @pytest.mark.parametrize("name", _LOSSES)
 class TestRagged:
   def test_value_and_gradient_equal_those_of_the_reference(self, name):
-    arrays, mask = _batch(3)
+    *arrays, mask = ragged.batch(3, 0.3, 0.5)
     loss, gradient = _reduced(name, arrays, mask)
     expected = _by_token(_LOSSES[name][1], arrays, mask).sum() / mask.sum()
     np.testing.assert_allclose(loss, expected, rtol=2e-5, atol=1e-6)
@@ -151,7 +140,7 @@ class TestRagged:
     np.testing.assert_array_equal(gradient[~mask], 0.0)
 
   def test_wider_padding_and_empty_rows_change_nothing(self, name):
-    arrays, mask = _batch(4)
+    *arrays, mask = ragged.batch(4, 0.3, 0.5)
     room = ((0, 2), (0, 9))
     wide = [np.pad(x, room, constant_values=np.nan) for x in arrays]
     loss, gradient = _reduced(name, arrays, mask)
