@@ -97,16 +97,6 @@ class TestGroups:
       got, spread(expected, inputs), rtol=1e-5, atol=1e-6
     )
 
-  def test_of_tokens(self):
-    inputs = make_inputs()
-    got = compute(inputs, name="token_group", epsilon=0.1)
-    expected = reference.token_group_relative(
-      outcomes(inputs), inputs["lengths"], inputs["groups"], 0.1, np.inf
-    )
-    np.testing.assert_allclose(
-      got, spread(expected, inputs), rtol=1e-5, atol=1e-6
-    )
-
   @pytest.mark.parametrize("norms", ["length", "exact"])
   def test_optimal_baseline(self, norms):
     inputs = make_inputs()

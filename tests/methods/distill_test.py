@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import chat_model, recipes, tiny
+from helpers.registries import registries  # noqa: F401
 
 from jaxrl_llm import metrics, models, register
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import optimizer
 from jaxrl_llm.methods import distill
 from jaxrl_llm.trainer import build, loop
 
@@ -46,16 +46,11 @@ def of_columns(folder, model, columns):
 
 
 class TestAdvantages:
-  @pytest.fixture
-  def plain_descent(self):
-    register.optimizer("sgd", recipes.sgd)
-    yield
-    del optimizer.OPTIMIZERS["sgd"]
-
-  @pytest.mark.usefixtures("plain_descent")
+  @pytest.mark.usefixtures("registries")
   def test_update_is_the_policy_gradient_of_the_reverse_kl(
     self, model, teacher
   ):
+    register.optimizer("sgd", recipes.sgd)
     run = make_run(model, teacher, **recipes.SGD)
     states, responses = recipes.collect(run)
     mask, rollout = responses.rollout.mask, responses.rollout
