@@ -3,12 +3,11 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.tiny_algorithm import call, make_algorithm
+from helpers.tiny_algorithm import make_algorithm
 
-from jaxrl_llm import estimators, losses
+from jaxrl_llm import estimators
 from jaxrl_llm.learner import build_algorithm, choices, parts
 from jaxrl_llm.methods import vcpo
 
@@ -100,21 +99,7 @@ class TestReturns:
     )
 
 
-class TestLosses:
-  @pytest.mark.parametrize(("clip", "expected"), [(None, 0.5), (0.25, 1.53125)])
-  def test_value_clip(self, clip, expected):
-    made = make_algorithm(loss__clip_value=clip)
-    terms = call(
-      made.value_loss,
-      {
-        "values": jnp.asarray([1.0]),
-        "returns": jnp.asarray([2.0]),
-        "old_values": jnp.asarray([0.0]),
-      },
-    )
-    np.testing.assert_allclose(terms.loss, [expected])
-    assert isinstance(terms, losses.ClippedValueLoss)
-
+class TestNorm:
   @pytest.mark.parametrize(("norm", "expected"), [(0, 12.0), (7, 7.0)])
   def test_a_constant_length_is_the_response_limit_by_default(
     self, norm, expected
