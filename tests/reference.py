@@ -140,15 +140,6 @@ def whiten(advantages, mask, center, epsilon):
   return np.where(mask, (np.where(mask, advantages, 0.0) - shift) / scale, 0.0)
 
 
-def overlong(length, max_length, buffer):
-  """The three cases of DAPO's equation 13."""
-  if length <= max_length - buffer:
-    return 0.0
-  if length <= max_length:
-    return ((max_length - buffer) - length) / buffer
-  return -1.0
-
-
 def token_group_relative(rewards, lengths, groups, epsilon, limit):
   """Advantages of a group's tokens, computed token by token, [B]."""
   advantages = np.zeros(len(rewards))

@@ -70,7 +70,7 @@ class Algorithm:
 
   @property
   def policy_inputs(self) -> frozenset[str]:
-    """Inputs [B, T] of the policy's update, packed like its tokens."""
+    """Inputs [B, T] or [B] of the policy's update, packed like its tokens."""
     # `proximal_logprobs` are logged even if the loss does not read them.
     read = self.parts.keys() & {"proximal_logprobs"} | {*self.policy_loss.reads}
     for term in self.auxiliary.values():
@@ -79,7 +79,7 @@ class Algorithm:
 
   @property
   def value_inputs(self) -> frozenset[str]:
-    """Inputs [B, T] of the critic's update, if there is a critic."""
+    """Inputs [B, T] or [B] of the critic's update, if there is a critic."""
     return frozenset(set(self.value_loss.reads) - _OF_THE_CRITIC)
 
   @property
@@ -105,7 +105,7 @@ class Algorithm:
 # Inputs computed within an update, from the current model and packed rows.
 _OF_THE_POLICY = {"logprobs", "entropy", "mask", "segments"}
 _OF_THE_CRITIC = {"values", "value_logits", "of_critics"}
-OF_THE_UPDATE = _OF_THE_POLICY | _OF_THE_CRITIC
+OF_THE_UPDATE = _OF_THE_POLICY | _OF_THE_CRITIC | {"weights"}
 
 
 def _both(first: Part, second: Part) -> Part:

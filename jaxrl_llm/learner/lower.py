@@ -20,7 +20,7 @@ def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
   state, lowered = learner.abstract(), {}
   for member in learner.members.values():
     training = member.training
-    weights = ["weights", *(f"{name}_weights" for name in training.auxiliary)]
+    weights = ["weights", *(f"{name}/weights" for name in training.auxiliary)]
     batch = _abstract_batch(learner, member, {*weights, *training.reads})
     if training.step_scale is not None:
       scalar = jax.ShapeDtypeStruct((), np.float32)

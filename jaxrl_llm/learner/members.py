@@ -33,7 +33,8 @@ class Training(NamedTuple):
   Attributes:
     objective: loss of the member.
     score: (params, PackedRows, *arguments) -> arrays [M, r, C]; see `scoring`.
-    reads: names of the inputs [B, T] of the loss; it also reads `weights`.
+    reads: names of the inputs [B, T] or [B] of the loss, which it reads at
+      every token; it also reads `weights`.
     mask: name of the bool input [B, T] that selects the tokens to train on.
     mode: reduction of the loss over them, see `masked.token_weights`.
     norm: constant length of the mode; None for modes without one.
@@ -81,7 +82,7 @@ class Training(NamedTuple):
       weights = weights * self.correction(inputs).weights
     columns = {name: inputs[name] for name in self.reads}
     for name, term in self.auxiliary.items():
-      columns[f"{name}_weights"] = weigh(
+      columns[f"{name}/weights"] = weigh(
         inputs[term.mask], mode=term.mode, norm=term.norm
       )
       # Auxiliary losses may read tokens of earlier windows.

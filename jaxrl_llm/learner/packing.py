@@ -64,9 +64,12 @@ class Layout:
   def scatter(self, values: chex.Array, fill: int = 0) -> np.ndarray:
     """Scatters response-aligned [B, T, ...] to packed [M, r, C, ...].
 
-    Positions that predict no token are set to `fill`.
+    Values [B] are scattered to all tokens of their response. Positions that
+    predict no token are set to `fill`.
     """
     values = np.asarray(values)
+    if values.ndim == 1:
+      values = np.broadcast_to(values[:, None], self.present.shape)
     shape = *self.shape, *values.shape[2:]
     packed = np.full((int(np.prod(self.shape)), *shape[3:]), fill, values.dtype)
     packed[self.index] = values[self.present]
@@ -275,7 +278,10 @@ class PackedBatch:
   @property
   def trains(self) -> bool:
     """Whether any token has a nonzero weight in any loss; reads host arrays."""
-    return any(x.any() for k, x in self.inputs.items() if k.endswith("weights"))
+    weights = [
+      x for k, x in self.inputs.items() if k.split("/")[-1] == "weights"
+    ]
+    return any(x.any() for x in weights)
 
   def micro_batch(self, i: chex.Numeric) -> dict[str, Any]:
     """Returns `packed`, `mask` and `inputs` of micro-batch i, [r, C]."""

@@ -47,7 +47,7 @@ def policy_objective(
     fns: functions of the policy.
     policy_loss: as in `Algorithm`; its weights are the input `weights`.
     auxiliary: as in `Algorithm`; the weights of loss NAME are the input
-      `NAME_weights`, and it is logged as `policy/NAME_loss`.
+      `NAME/weights`, and it is logged as `policy/NAME_loss`.
   """
 
   def loss(params, micro, temperature):
@@ -72,7 +72,7 @@ def policy_objective(
       means["policy/approx_kl"] = total(kl)
     sums = {"policy/loss": surrogate, "tokens": total(1.0)}
     for name, term in auxiliary.items():
-      weights = term.coefficient * inputs[f"{name}_weights"]
+      weights = term.coefficient * inputs[f"{name}/weights"]
       sums[f"policy/{name}_loss"] = jnp.sum(weights * term.loss(inputs))
       loss += sums[f"policy/{name}_loss"]
     loss += _add_of_model((sums, means), "policy", of_model, inputs, mask)

@@ -49,7 +49,8 @@ def surplus(rollout: Rollout, values: np.ndarray, *, keep: float) -> np.ndarray:
   drop = np.ones(len(values), bool)
   for group in np.unique(rollout.group):
     rows = np.flatnonzero(rollout.group == group)
-    count = math.ceil(keep * rows.size)
+    # Rounding errors must not turn an integer into the next one.
+    count = math.ceil(keep * rows.size - 1e-9)
     drop[rows[balanced(last[rows], count)]] = False
   return drop
 

@@ -58,9 +58,9 @@ def _one(params: Any, name: str) -> Any:
   return Params(params.base.get(name, params.base), params.trained[name])
 
 
-def second_half(example_id: jax.Array, mask: jax.Array) -> jax.Array:
-  """float32 [B, T]: 1 if the prompt trains the second critic, else 0."""
-  return jnp.broadcast_to(example_id[:, None] % 2.0, mask.shape)
+def second_half(example_id: jax.Array) -> jax.Array:
+  """float32 [B]: 1 if the prompt trains the second critic, else 0."""
+  return (example_id % 2).astype(jnp.float32)
 
 
 def on_own_half(loss: Part) -> Part:

@@ -23,7 +23,9 @@ def maxrl(token_rewards, mask, groups) -> jax.Array:
     rewards, groups, num_groups=groups.shape[0], scale="none"
   )
   mean = rewards - centered
-  advantages = centered / jnp.where(mean > 0, mean, jnp.inf)
+  # Rewards that cancel may have a mean of 1e-8 instead of 0.
+  positive = mean > 1e-6 * jnp.abs(centered)
+  advantages = centered / jnp.where(positive, mean, jnp.inf)
   return estimates.per_token(advantages, mask)
 
 

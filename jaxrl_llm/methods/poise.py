@@ -46,26 +46,26 @@ def make_probe(policy, algorithm, mesh) -> members.Member:
     zeros = jnp.zeros(config.hidden_size)
     return {"probe_head": {"kernel": zeros, "bias": jnp.zeros(())}}
 
-  def outcomes(params, rows, policy_params):
+  def probed(params, rows, policy_params):
     head = params.trained["probe_head"]
     states = policy.fns.states(policy_params, rows, layers)
     return states.astype(jnp.float32) @ head["kernel"] + head["bias"]
 
   def loss(params, micro, policy_params):
     packed, inputs = micro["packed"], micro["inputs"]
-    error = outcomes(params, packed, policy_params) - inputs["reward_on_all"]
+    error = probed(params, packed, policy_params) - inputs["outcomes"]
     total = jnp.sum(inputs["weights"] * error**2)
     tokens = jnp.sum(packed.mask, dtype=jnp.float32)
     return total, ({"poise/loss": total, "tokens": tokens}, {}, {})
 
   def score(params, packed, policy_params):
-    read = lambda rows: outcomes(params, rows, policy_params)
+    read = lambda rows: probed(params, rows, policy_params)
     return scoring.over_micro_batches(read, packed)
 
   training = members.Training(
     Objective("poise", loss),
     score,
-    reads=["reward_on_all"],
+    reads=["outcomes"],
     mask="policy_mask",
     mode="seq-mean-token-mean",
     arguments=lambda settings, state: (state.params("policy"),),
@@ -75,11 +75,6 @@ def make_probe(policy, algorithm, mesh) -> members.Member:
   )
   probe = Probe(init, policy.fns.shares_prompts)
   return members.make_member(probe, training, settings, mesh)
-
-
-def reward_on_all(token_rewards, mask) -> jax.Array:
-  """Reward of each response at all of its tokens, [B, T]."""
-  return estimates.per_token(estimates.outcome(token_rewards), mask)
 
 
 def cross_probe(token_rewards, poise_values, mask, groups) -> jax.Array:
@@ -105,7 +100,7 @@ def cross_probe(token_rewards, poise_values, mask, groups) -> jax.Array:
   return estimates.per_token(jnp.where(sizes > 1, advantages, 0.0), mask)
 
 
-register.token_input("reward_on_all", reward_on_all)
-register.member("poise", make_probe, reads=["reward_on_all"])
+register.token_input("outcomes", estimates.outcome)
+register.member("poise", make_probe, reads=["outcomes"])
 register.leaf("poise_values", providers.of_member("poise"), needs=["poise"])
 register.estimator("cross_probe", cross_probe)

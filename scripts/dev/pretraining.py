@@ -178,7 +178,7 @@ def _batch(tokenizer, source, settings, i) -> PackedBatch:
     micro_batches=-(-size // settings.micro_batch_size),
   )
   weights = masked.token_weights(rollout.mask, mode="token-mean")
-  inputs = {"nll_weights": layout.scatter(weights)}
+  inputs = {"nll/weights": layout.scatter(weights)}
   unused = ("proximal_logprobs", "advantages", "weights")
   inputs |= dict.fromkeys(unused, np.zeros(layout.shape, np.float32))
   batch = {"packed": packed, "mask": packed.mask, "inputs": inputs}

@@ -37,30 +37,14 @@ def _pad(x, value):
 class TestTokenGroupRelative:
   def test_golden(self):
     actual = _token_group(
-      np.array([1.0, -1.0]),
-      np.array([10, 30]),
-      np.zeros(2, np.int32),
-      num_groups=1,
+      np.float32([1, -1, 1, 1, 1, -1]),
+      np.array([10, 30, 7, 7, 7, 7]),
+      np.int32([0, 0, 1, 1, 1, 1]),
+      num_groups=2,
     )
-    np.testing.assert_allclose(actual, [1.732049, -0.57735], atol=1e-6)
-
-  @pytest.mark.parametrize(
-    "rewards, expected",
-    [
-      ([1, 1, 1, -1], [0.57735, 0.57735, 0.57735, -1.732049]),
-      ([1] + [-1] * 15, [3.872975] + [-0.258198] * 15),
-    ],
-  )
-  def test_equal_lengths_golden(self, rewards, expected):
-    """The deviation is the population's; GRPO's would give 0.5 and 3.749993."""
-    size = len(rewards)
-    actual = _token_group(
-      np.float32(rewards),
-      np.full(size, 7),
-      np.zeros(size, np.int32),
-      num_groups=1,
-    )
-    np.testing.assert_allclose(actual, expected, atol=1e-6)
+    # The deviation is the population's; GRPO's would give 0.5 in group 1.
+    golden = [1.732049, -0.57735, 0.57735, 0.57735, 0.57735, -1.732049]
+    np.testing.assert_allclose(actual, golden, atol=1e-6)
 
   def test_a_response_without_a_token_does_not_exist(self):
     rewards, lengths, groups = _batch(7)

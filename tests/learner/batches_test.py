@@ -63,7 +63,7 @@ class TestPolicyBatch:
         np.testing.assert_array_equal(gather(mask)[1:], MASK[:2])
         assert not gather(mask)[0].any()
     # The update applies its coefficient.
-    nll = gather(policy.inputs["nll_weights"])
+    nll = gather(policy.inputs["nll/weights"])
     np.testing.assert_allclose(nll[1], [0.25, 0.25, 0.25, 0.25, 0])
     assert not nll[[0, 2]].any()
 
@@ -83,7 +83,7 @@ class TestPolicyBatch:
     )
     got = make(loss__kl_coefficient=0.1)
     batch, layout = pack(made, got, rows=(0, 1, 2))
-    for name in ("weights", "kl_weights", "entropy_weights"):
+    for name in ("weights", "kl/weights", "entropy/weights"):
       np.testing.assert_allclose(
         layout.gather(batch.inputs[name]),
         np.where(MASK, np.asarray(expected)[:, None], 0),
@@ -91,18 +91,18 @@ class TestPolicyBatch:
       )
     # Always a mean over the tokens of correct responses (VAPO, eq. 9-10).
     right = MASK & np.asarray([[True], [False], [True]])
-    nll = layout.gather(batch.inputs["nll_weights"])
+    nll = layout.gather(batch.inputs["nll/weights"])
     np.testing.assert_allclose(nll, right / 7, rtol=1e-6)
 
   @pytest.mark.parametrize(
     ("changes", "weights"),
     [
       ({"loss__nll_coefficient": 0.0}, set()),
-      ({}, {"nll_weights"}),
-      ({"loss__kl_coefficient": 0.1}, {"nll_weights", "kl_weights"}),
+      ({}, {"nll/weights"}),
+      ({"loss__kl_coefficient": 0.1}, {"nll/weights", "kl/weights"}),
       (
         {"loss__nll_coefficient": 0.0, "loss__entropy_coefficient": 0.1},
-        {"entropy_weights"},
+        {"entropy/weights"},
       ),
     ],
   )

@@ -54,8 +54,7 @@ def expected(frozen=()):
 
 
 class TestNorms:
-  @pytest.mark.parametrize("rows", [1, 2])
-  @pytest.mark.parametrize("frozen", [(), ("embed",)])
+  @pytest.mark.parametrize(("rows", "frozen"), [(1, ()), (2, ("embed",))])
   def test_are_those_of_the_plain_model(self, rows, frozen):
     rollout, _ = make_data()
     count = len(rollout.lengths)

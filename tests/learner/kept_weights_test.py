@@ -16,7 +16,6 @@ from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.methods import kept_weights
 from jaxrl_llm.models import TokenLogprobs
-from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.workdir import Workdir
 
 KEEP = {"off_policy__keep_weights": "float32"}
@@ -71,18 +70,6 @@ class TestWriterLogprobs:
     ]
     assert max(counts) > 1
     assert history[-1].row["staleness/max"] >= 1
-
-  def test_rounded_weights_are_near(self, model):
-    rounded = make_run(
-      model, **FAST | LATE, off_policy__keep_weights="bfloat16"
-    )
-    steps, (states, _) = record(rounded, 4)
-    kept = jax.tree.leaves(states.learner.companions["kept"])
-    assert {x.dtype for x in kept} == {jnp.dtype("bfloat16")}
-    experience, scores, rollout = seen(steps[-1])
-    error = scores["writer_logprobs"] - rollout.behavior_logprobs
-    error = np.abs(error[experience["policy_mask"]])
-    assert 1e-5 < error.max() < 0.2
 
   def test_by_hand(self):
     """Versions 3 and 4 wrote, 5 is trained; log-probs of version v are -v."""
@@ -208,36 +195,32 @@ class TestCorrections:
       stale, [step.row["correction/weight_mean"] for step in history], atol=1e-3
     )
 
-  def test_one_alone_is_reported_as_before(self, model):
-    (step, *_), _ = record(make_run(model, **LATE), 1)
-    names = {name for name in step.row if name.startswith("correction/")}
-    assert names == {"correction/weight_mean", "correction/kept"}
-
 
 class TestState:
-  @pytest.mark.parametrize("fsdp", [1, 2])
-  def test_the_last_versions_are_kept_in_every_bit(self, model, fsdp):
+  @pytest.mark.parametrize(("fsdp", "dtype"), [(1, "bfloat16"), (2, "float32")])
+  def test_the_last_versions_are_kept_in_every_bit(self, model, fsdp, dtype):
     run = make_run(model, **KEEP | LATE, mesh__data=1, mesh__fsdp=fsdp)
-    settings = {"keep_weights": "float32", "versions": 3}
+    settings = {"keep_weights": dtype, "versions": 3}
     made = kept_weights.make(run.learner.policy, run.learner.mesh, settings)
     params = run.learner.initial_params()
     of = lambda version: jax.tree.map(lambda x: x + 0.1 * version, params)
+    rounded = lambda tree: jax.tree.map(
+      lambda x: x.astype(dtype).astype(jnp.float32), tree
+    )
     kept = made.init(params)
-    chex.assert_trees_all_equal(made.read(kept, 2), params)
+    assert {x.dtype for x in jax.tree.leaves(kept)} == {jnp.dtype(dtype)}
+    chex.assert_trees_all_equal(made.read(kept, 2), rounded(params))
     for version in range(5):
       kept = made.record(kept, of(version), version)
     for version in (2, 3, 4):
-      chex.assert_trees_all_equal(made.read(kept, version), of(version))
+      found = made.read(kept, version)
+      chex.assert_trees_all_equal(found, rounded(of(version)))
     places = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
     assert places(made.read(kept, 4)) == places(params)
     assert places(kept) == places(made.shapes)
     split = sharding.with_leading_axis(params["embed"]["embedding"].sharding)
     assert kept["embed"]["embedding"].sharding == split
     assert kept["embed"]["embedding"].shape[0] == 3
-
-  def test_is_absent_unless_asked_for(self, model):
-    made = make_run(model, **LATE)
-    assert loop.begin(made)[0].learner.companions == {}
 
   def test_how_many_is_fixed(self, model, tmp_path):
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)

@@ -20,8 +20,10 @@ from jaxrl_llm.learner import choices
 
 
 class TestIdentities:
-  @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-  @pytest.mark.parametrize("kind", ["truncate", "mask"])
+  @pytest.mark.parametrize(
+    ("kind", "level"),
+    [("truncate", "token"), ("truncate", "sequence"), ("mask", "geometric")],
+  )
   def test_correction_of_equal_logprobs(self, kind, level):
     made = make_algorithm(off_policy__correction=kind, off_policy__level=level)
     plain = policy_batch(make_algorithm())

@@ -62,6 +62,8 @@ class TestExperience:
     changes = {"off_policy__correction": "mask"}
     got = make(rollout=make_rollout(behavior_logprobs=behavior), **changes)
     row = report(got, behavior, **changes)
+    names = {name for name in row if name.startswith("correction/")}
+    assert names == {"correction/kept", "correction/weight_mean"}
     # The ratio of 8 exceeds 2 and is rejected.
     np.testing.assert_allclose(row["correction/kept"], 8 / 9, rtol=1e-6)
     np.testing.assert_allclose(

@@ -18,8 +18,7 @@ def test_by_hand():
   assert set(map(float, alone.values())) == {0.0}
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("masked", [(), (1,)])
+@pytest.mark.parametrize(("masked", "streamed"), [((), True), ((1,), False)])
 def test_an_update_measures_it(masked, streamed):
   batch = tiny_update.make_batch("policy", micro_batch_size=2, share=False)
   # Such as responses without a verdict: they carry no information.

@@ -1,8 +1,9 @@
-"""User-defined models, losses and optimizers, each from one plugin file."""
+"""Models trained beside the policy, and user-defined losses and optimizers."""
 
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import recipes, tiny_run
@@ -15,74 +16,6 @@ from jaxrl_llm.learner import providers
 from jaxrl_llm.system import plugin
 from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Responses, named_parts
-
-PROBE = '''
-"""A linear probe on hidden states, which learns how a response will end."""
-
-import dataclasses
-from typing import NamedTuple
-
-import jax.numpy as jnp
-
-from jaxrl_llm import register
-from jaxrl_llm.learner import members, providers, scoring
-from jaxrl_llm.learner.update import Objective
-
-
-class Probe(NamedTuple):
-  init: object
-  shares_prompts: bool
-
-
-def make(policy, algorithm, mesh):
-  width = policy.fns.config.hidden_size
-
-  def init(key):
-    del key
-    return {"probe_head": {"kernel": jnp.zeros(width), "bias": jnp.zeros(())}}
-
-  def outcomes(params, rows, policy_params):
-    head = params.trained["probe_head"]
-    states = policy.fns.states(policy_params, rows, 1)
-    return states @ head["kernel"] + head["bias"]
-
-  def loss(params, micro, policy_params):
-    packed, inputs = micro["packed"], micro["inputs"]
-    error = outcomes(params, packed, policy_params) - inputs["outcome_on_all"]
-    total = jnp.sum(inputs["weights"] * error**2)
-    tokens = jnp.sum(packed.mask, dtype=jnp.float32)
-    return total, ({"probe/loss": total, "tokens": tokens}, {}, {})
-
-  def score(params, packed, policy_params):
-    read = lambda rows: outcomes(params, rows, policy_params)
-    return scoring.over_micro_batches(read, packed)
-
-  training = members.Training(
-    Objective("probe", loss),
-    score,
-    reads=["outcome_on_all"],
-    mask="policy_mask",
-    mode="token-mean",
-    arguments=lambda settings, state: (state.params("policy"),),
-  )
-  settings = dataclasses.replace(policy.settings, learning_rate=0.05)
-  probe = Probe(init, policy.fns.shares_prompts)
-  return members.make_member(probe, training, settings, mesh)
-
-
-def outcome_on_all(rewards, mask):
-  return jnp.where(mask, rewards[:, None], 0.0)
-
-
-def less_than_probed(outcome_on_all, probed, mask):
-  return jnp.where(mask, outcome_on_all - probed, 0.0)
-
-
-register.token_input("outcome_on_all", outcome_on_all)
-register.member("probe", make, reads=["outcome_on_all"])
-register.leaf("probed", providers.of_member("probe"), needs=["probe"])
-register.estimator("less_than_probed", less_than_probed)
-'''
 
 PARTS = '''
 """Parts of a reward as inputs, an auxiliary loss, and an optimizer."""
@@ -149,10 +82,18 @@ def make_config(model, **changes):
 
 @pytest.mark.usefixtures("registries")
 class TestProbe:
-  def test_is_trained_beside_the_policy(self, model, load):
-    load(PROBE)
+  """Tests of a member by POISE's probe."""
+
+  @pytest.fixture(autouse=True)
+  def less_than_probed(self):
+    def less_than_probed(outcomes, poise_values, mask):
+      return jnp.where(mask, outcomes[:, None] - poise_values, 0.0)
+
+    register.estimator("less_than_probed", less_than_probed)
+
+  def test_is_trained_beside_the_policy(self, model):
     run = build.make_run(make_config(model, estimator__name="less_than_probed"))
-    assert list(run.learner.members) == ["policy", "probe"]
+    assert list(run.learner.members) == ["policy", "poise"]
     states, responses = recipes.collect(run)
     learner, timer = states.learner, metrics.PhaseTimer()
     before = jax.device_get(learner.policy.trained)
@@ -166,36 +107,35 @@ class TestProbe:
     for _ in range(2):
       learner, row = run.learner.update(learner, responses, timer)
       rows.append(row)
-    # It starts at zero: its first loss is the mean squared outcome, and its
+    # It starts at zero: its first loss is the mean squared reward, and its
     # first scores do not change the rewards.
     np.testing.assert_allclose(
-      rows[0]["probe/loss"], np.mean(outcomes**2), rtol=1e-5
+      rows[0]["poise/loss"], np.mean(responses.rewards**2), rtol=1e-5
     )
-    assert not np.asarray(seen[0]["probed"]).any()
+    assert not np.asarray(seen[0]["poise_values"]).any()
     np.testing.assert_allclose(
       rows[0]["advantage/mean"], outcomes.mean(), rtol=1e-5
     )
     # The second update reads scores of the probe after the first update.
-    probed = np.asarray(seen[1]["probed"])[: len(responses.rewards)]
+    probed = np.asarray(seen[1]["poise_values"])[: len(responses.rewards)]
     probed = probed[responses.rollout.mask]
     np.testing.assert_allclose(
       rows[1]["advantage/mean"], (outcomes - probed).mean(), rtol=1e-4
     )
-    assert np.abs(probed).max() > 0.01
-    assert rows[1]["probe/loss"] < rows[0]["probe/loss"]
-    assert "time/update_probe_s" in timer.collect()
+    assert np.abs(probed).max() > 0.002
+    assert rows[1]["poise/loss"] < rows[0]["poise/loss"]
+    assert "time/update_poise_s" in timer.collect()
     moved = jax.tree.map(
       lambda x, y: np.abs(x - y).max(), before, learner.policy.trained
     )
     assert max(jax.tree.leaves(moved)) > 0
-    assert learner.models["probe"].optimizer.step == 2
+    assert learner.models["poise"].optimizer.step == 2
 
-  def test_another_method_does_not_have_it(self, load):
-    load(PROBE)
+  def test_another_method_does_not_have_it(self):
     assert not make_algorithm(estimator__name="group").members
     made = make_algorithm(estimator__name="less_than_probed")
-    assert made.members == {"probe": ("outcome_on_all",)}
-    assert {"probed", "rewards"} <= made.leaves
+    assert made.members == {"poise": ("outcomes",)}
+    assert {"poise_values", "rewards"} <= made.leaves
     with pytest.raises(ValueError, match="already a member 'critic'"):
       register.member("critic", None, reads=())
 

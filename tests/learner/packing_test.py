@@ -62,6 +62,8 @@ class TestPack:
     scattered = layout.scatter(values)
     assert scattered.dtype == np.float32
     assert scattered[0, 0].tolist() == [0, 0, 1, 2, 0, 0, 3, 0, 0]
+    of_responses = layout.scatter(np.asarray([True, False]), fill=True)
+    assert of_responses[0, 0].tolist() == [1, 1, 1, 1, 1, 1, 0, 1, 1]
     np.testing.assert_array_equal(
       layout.gather(scattered), [[1, 2, 0], [3, 0, 0]]
     )
@@ -129,15 +131,16 @@ class TestPack:
   def test_every_sample_sees_its_prompt_and_itself(self, seed, share):
     rng = np.random.default_rng(seed)
     rollout = random_rollout(rng, rows=12, group_size=4)
+    rollout = rollout.replace(lengths=rollout.lengths * (rng.random(12) < 0.8))
     capacity = int(rng.integers(16, 50))
     packed, layout = packing.pack(
       rollout, capacity=capacity, rows=3, micro_batches=4, share=share
     )
     assert share or not packed.prefixes.any()
+    last = [layout.gather_last(packed[x]) for x in ("tokens", "positions")]
     names = ("tokens", "segments", "prefixes", "positions")
     grid = {name: packed[name].reshape(12, -1) for name in names}
-    samples = range(12)
-    for i in (i for i in samples if rollout.lengths[i]):
+    for i in range(12):
       row, column = divmod(int(layout.start[i]), grid["tokens"].shape[1])
       segment = grid["segments"][row, column]
       prefix = grid["prefixes"][row, column]
@@ -151,24 +154,8 @@ class TestPack:
       np.testing.assert_array_equal(
         grid["positions"][row][seen], np.arange(len(whole))
       )
-
-  @pytest.mark.parametrize("seed", range(5))
-  def test_the_last_token_is_that_of_the_response_or_the_prompt(self, seed):
-    rng = np.random.default_rng(seed)
-    rollout = random_rollout(rng, rows=12, group_size=4)
-    rollout = rollout.replace(lengths=rollout.lengths * (rng.random(12) < 0.8))
-    packed, layout = packing.pack(
-      rollout, capacity=int(rng.integers(16, 50)), rows=3, micro_batches=4
-    )
-    tokens = layout.gather_last(packed.tokens)
-    positions = layout.gather_last(packed.positions)
-    assert tokens.shape == (12,) and (rollout.lengths == 0).any()
-    for i in range(12):
-      prompt = rollout.prompt_tokens[i, : rollout.prompt_lengths[i]]
-      response = rollout.tokens[i, : rollout.lengths[i]]
-      whole = np.concatenate([prompt, response])
-      assert tokens[i] == whole[-1]
-      assert positions[i] == len(whole) - 1
+      # Of an empty response, the last token is that of the prompt.
+      assert [x[i] for x in last] == [whole[-1], len(whole) - 1]
 
   def test_errors(self):
     rollout = random_rollout(np.random.default_rng(0), rows=4)

@@ -69,6 +69,13 @@ def params():
   return tiny_experts.make_model()[1]
 
 
+@pytest.fixture(scope="module")
+def replayed(params):
+  """A model that replays its experts, and responses sampled from it."""
+  fns = make_fns(replay_routing=True)
+  return fns, sampled(fns, params)
+
+
 def test_the_difference_of_sampler_and_trainer_is_smaller(params):
   fns = make_fns(sampler=BFLOAT16, replay_routing=True)
   rollout = sampled(fns, params)
@@ -76,15 +83,12 @@ def test_the_difference_of_sampler_and_trainer_is_smaller(params):
   for name, of in {"replayed": fns, "own": make_fns(sampler=BFLOAT16)}.items():
     found = scored(of, params, rollout)
     difference[name] = np.abs(found - rollout.behavior_logprobs)[rollout.mask]
-  for name, x in difference.items():
-    print(name, x.mean(), x.max())
   assert difference["replayed"].mean() < difference["own"].mean()
   assert difference["replayed"].max() < difference["own"].max() / 2
 
 
-def test_equal_numerics_change_no_bit(params):
-  fns = make_fns(replay_routing=True)
-  rollout, plain = sampled(fns, params), sampled(make_fns(), params)
+def test_equal_numerics_change_no_bit(params, replayed):
+  (fns, rollout), plain = replayed, sampled(make_fns(), params)
   np.testing.assert_array_equal(rollout.tokens, plain.tokens)
   np.testing.assert_array_equal(
     rollout.behavior_logprobs, plain.behavior_logprobs
@@ -98,9 +102,8 @@ def test_equal_numerics_change_no_bit(params):
   )
 
 
-def test_other_choices_are_followed_and_have_gradients(params):
-  fns = make_fns(replay_routing=True)
-  rollout = sampled(fns, params)
+def test_other_choices_are_followed_and_have_gradients(params, replayed):
+  fns, rollout = replayed
   packed, _ = packing.pack(
     rollout, capacity=64, rows=48, micro_batches=1, share=False
   )
@@ -125,13 +128,13 @@ def test_other_choices_are_followed_and_have_gradients(params):
 
 
 @pytest.mark.parametrize("how", ["drafter", "window"])
-def test_choices_do_not_depend_on_how_tokens_are_sampled(params, how):
-  fns = make_fns(replay_routing=True)
+def test_choices_do_not_depend_on_how_tokens_are_sampled(params, replayed, how):
+  fns, rollout = replayed
   other = {
     "drafter": {"drafter": sampling.prompt_lookup(ngram=1)},
     "window": {"window": 5},
   }[how]
-  rollout, again = sampled(fns, params), sampled(fns, params, **other)
+  again = sampled(fns, params, **other)
   np.testing.assert_array_equal(rollout.tokens, again.tokens)
   np.testing.assert_array_equal(rollout.choices, again.choices)
 

@@ -190,7 +190,6 @@ class TestMesh:
   @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-      ("policy", (8, 1, 1, 1)),
       ("policy", (2, 2, 1, 2)),
       ("policy", (1, 2, 2, 2)),
       ("value", (2, 2, 1, 2)),

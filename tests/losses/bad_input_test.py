@@ -41,6 +41,8 @@ CASES = [
     "shape",
   ),
   (losses.mixed_logprobs, [TOKENS, ROW, TOKENS], {}, "shape"),
+  (losses.kl_k1, [TOKENS, ROW], {}, "shape"),
+  (losses.kl_k3, [TOKENS, ROW], {}, "shape"),
   (value, [TWO, TWO], {"old_values": TWO}, "only old_values was given"),
   (value, [TWO, TWO], {"clip_value": 0.2}, "only clip_value was given"),
   (value, [TWO] * 2, dict(old_values=TWO, clip_value=-0.2), "clip_value=-0.2"),

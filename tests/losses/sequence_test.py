@@ -14,20 +14,6 @@ from jaxrl_llm import losses, masked
 _CLIP = dict(clip_low=0.2, clip_high=0.28)
 
 
-def _batch(seed=0, rows=6, length=24, spread=1.0):
-  """Makes ragged rows with holes, one empty, one of length 1; NaN if masked."""
-  rng = np.random.default_rng(seed)
-  mask = ragged.mask(rng, rows, length)
-  old = -rng.exponential(size=mask.shape)
-  logprobs = old + spread * rng.normal(size=mask.shape)
-  advantages = rng.normal(size=mask.shape)
-  arrays = (
-    np.where(mask, x, np.nan).astype(np.float32)
-    for x in (logprobs, old, advantages)
-  )
-  return *arrays, mask
-
-
 class TestGolden:
   @pytest.mark.parametrize(
     "advantage, expected", [(1.0, -1.0004), (-1.0, 1.0725082)]
@@ -49,7 +35,7 @@ class TestGolden:
 
 class TestGspo:
   def test_ragged_batches_equal_reference(self):
-    logprobs, old, advantages, mask = _batch()
+    logprobs, old, advantages, mask = ragged.batch(0, 1.0, length=24)
     function = lambda *x: losses.gspo_loss(*x, **_CLIP)
     rows = np.broadcast_to(np.arange(6)[:, None], mask.shape)
     ratio = reference.gspo_ratio(logprobs, old, mask, rows)
@@ -74,7 +60,7 @@ class TestGspo:
 
   def test_gradient_is_that_of_the_sequence_and_zero_where_clipped(self):
     """Value and gradient equal GSPO's original form, one loss per response."""
-    logprobs, old, _, mask = _batch(1, spread=0.5)
+    logprobs, old, _, mask = ragged.batch(1, 0.5, length=24)
     advantages = np.array([1.0, 1.0, -1.0, -2.0, 0.5, -0.3], np.float32)
     weights = masked.token_weights(mask, mode="seq-mean-token-mean")
 
@@ -113,7 +99,7 @@ class TestGspo:
     np.testing.assert_array_equal(pullback(jnp.ones((2, 3)))[0], 0.0)
 
   def test_nan_in_padding_reaches_neither_value_nor_gradient(self):
-    arrays = _batch(4)
+    arrays = ragged.batch(4, 1.0, length=24)
 
     def total(logprobs, old, advantages):
       result = losses.gspo_loss(logprobs, old, advantages, arrays[3], **_CLIP)
@@ -127,11 +113,10 @@ class TestGspo:
 
 
 class TestSegments:
-  @pytest.mark.parametrize("seed", [0, 1])
-  def test_packed_rows_equal_reference(self, seed):
+  def test_packed_rows_equal_reference(self):
     """Segments have any id, are not contiguous, and some have no token."""
-    logprobs, old, advantages, mask = _batch(seed)
-    segments = np.random.default_rng(seed).integers(0, 5, mask.shape)
+    logprobs, old, advantages, mask = ragged.batch(0, 1.0, length=24)
+    segments = np.random.default_rng(0).integers(0, 5, mask.shape)
     segments[0] = 24
     result = jax.jit(functools.partial(losses.gspo_loss, **_CLIP))(
       logprobs, old, advantages, mask, segments=segments

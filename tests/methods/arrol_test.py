@@ -28,6 +28,7 @@ def test_the_surest_go_on():
   values = [0.3, 0.2, 0.1, 0.9, 0.4, 0.6]
   assert kept(values, 0.5, 3).tolist() == [0.3, 0.1, 0.9, 0.4]
   assert kept(values, 1.0, 3).tolist() == values
+  assert len(kept(range(25), 0.28)) == 7  # 0.28 · 25 is 7.000000000000001.
 
 
 @pytest.mark.parametrize("size", [4, 7, 8, 16])

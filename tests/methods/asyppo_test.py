@@ -42,9 +42,8 @@ def test_values_are_the_mean_and_the_spread_of_two_critics():
   assert expected[np.asarray(rows.segments) > 0].min() > 0
 
 
-@pytest.mark.parametrize("head", ["scalar", "categorical"])
-def test_a_prompt_trains_one_critic(head):
-  made = make_algorithm(value__head=head, **_ON)
+def test_a_prompt_trains_one_critic():
+  made = make_algorithm(value__head="categorical", **_ON)
   assert {"second_half", "returns"} <= made.value_inputs
   rng, shape = np.random.default_rng(0), (3, 5)
   logits = jnp.asarray(rng.normal(size=(2, *shape, 51)), jnp.float32)
@@ -52,7 +51,7 @@ def test_a_prompt_trains_one_critic(head):
   returns = jnp.asarray(rng.normal(size=shape), jnp.float32)
   second = jnp.asarray(rng.random(shape) < 0.5, jnp.float32)
   given = {"second_half": second, "returns": returns}
-  one = make_algorithm(value__head=head).value_loss
+  one = make_algorithm(value__head="categorical").value_loss
   loss = made.value_loss(given | {"of_critics": each}).loss
   for index in (0, 1):
     own = jax.tree.map(lambda x, index=index: x[index], each)
@@ -62,8 +61,7 @@ def test_a_prompt_trains_one_critic(head):
   gradient = jax.grad(
     lambda x: made.value_loss(given | {"of_critics": x}).loss.sum()
   )(each)
-  name = "values" if head == "scalar" else "value_logits"
-  moved = np.abs(np.asarray(gradient[name])).reshape(2, *shape, -1).max(-1) > 0
+  moved = np.abs(np.asarray(gradient["value_logits"])).max(-1) > 0
   np.testing.assert_array_equal(moved[0], np.asarray(second) == 0)
   np.testing.assert_array_equal(moved[1], np.asarray(second) == 1)
 
@@ -97,10 +95,9 @@ def test_the_update_of_each_critic_is_that_of_its_half_alone():
 
 
 def test_halves_are_of_prompts():
-  mask = np.ones((4, 3), bool)
-  found = asyppo.second_half(jnp.array([4, 7, 7, 0]), mask)
-  np.testing.assert_array_equal(found[:, 0], [0, 1, 1, 0])
-  assert found.shape == mask.shape
+  # Rows of endless data have numbers that float32 rounds to even ones.
+  found = asyppo.second_half(jnp.array([4, 7, 606427005, 2**31 - 1, 2**31 - 2]))
+  np.testing.assert_array_equal(found, [0, 1, 1, 1, 0])
 
 
 def test_tokens_of_agreement_are_dropped_and_ties_kept():

@@ -2,17 +2,18 @@
 
 import json
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import chat_model, recipes, tiny
-from helpers.tiny_tppo import newest
+from helpers.registries import registries  # noqa: F401
 
-from jaxrl_llm import models, register
+from jaxrl_llm import metrics, models, register
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import optimizer
+from jaxrl_llm.methods import distill
 from jaxrl_llm.trainer import build, loop
 
 
@@ -45,16 +46,11 @@ def of_columns(folder, model, columns):
 
 
 class TestAdvantages:
-  @pytest.fixture
-  def plain_descent(self):
-    register.optimizer("sgd", recipes.sgd)
-    yield
-    del optimizer.OPTIMIZERS["sgd"]
-
-  @pytest.mark.usefixtures("plain_descent")
+  @pytest.mark.usefixtures("registries")
   def test_update_is_the_policy_gradient_of_the_reverse_kl(
     self, model, teacher
   ):
+    register.optimizer("sgd", recipes.sgd)
     run = make_run(model, teacher, **recipes.SGD)
     states, responses = recipes.collect(run)
     mask, rollout = responses.rollout.mask, responses.rollout
@@ -75,7 +71,7 @@ class TestAdvantages:
       row["advantage/mean"], mean(other - old), atol=1e-6
     )
 
-  def test_the_policy_itself_teaches_nothing(self, model, tmp_path):
+  def test_the_policy_itself_teaches_nothing(self, model):
     run = make_run(model, model)
     states, responses = recipes.collect(run)
     rng = np.random.default_rng(0)
@@ -83,12 +79,12 @@ class TestAdvantages:
     assert batch.experience["policy_mask"].any()
     np.testing.assert_array_equal(batch.experience["advantages"], 0.0)
     before = jax.device_get(states.learner.policy.trained)
-    rows, _ = recipes.train(run.config, tmp_path / "run")
-    for row in rows[1:]:
-      assert row["advantage/mean"] == row["advantage/std"] == 0
-      assert row["policy/grad_norm"] == 0
-    resumed, _ = newest(run, tmp_path / "run")
-    after = jax.device_get(resumed.learner.policy.trained)
+    after, row = run.learner.update(
+      states.learner, responses, metrics.PhaseTimer()
+    )
+    assert row["advantage/mean"] == row["advantage/std"] == 0
+    assert row["policy/grad_norm"] == 0
+    after = jax.device_get(after.policy.trained)
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
   def test_a_column_chooses_the_teacher(self, model, teacher, tmp_path):
@@ -112,7 +108,8 @@ class TestAdvantages:
 class TestRun:
   def test_three_steps_and_a_resume(self, model, teacher, tmp_path, capsys):
     theirs = shutil.copytree(teacher, tmp_path / "teacher")
-    run = make_run(model, theirs)
+    settings = {"schedule__streaming": True}  # Groups arrive one by one.
+    run = make_run(model, theirs, **settings)
     rows, record = recipes.train(run.config, tmp_path / "run")
     for row in rows[1:]:
       assert row["policy/skipped"] == 0 and row["policy/grad_norm"] > 0
@@ -122,16 +119,12 @@ class TestRun:
     # Changed files of the teacher are reported, like those of the data.
     shutil.rmtree(theirs)
     shutil.copytree(model, theirs)
-    run = make_run(model, theirs, run__steps=4)
+    run = make_run(model, theirs, run__steps=4, **settings)
     capsys.readouterr()
     assert loop.train(run, tmp_path / "run") == 0
     assert "config.estimator.settings: the files have changed" in (
       capsys.readouterr().out
     )
-
-  def test_groups_may_arrive_one_by_one(self, model, teacher, tmp_path):
-    run = make_run(model, teacher, schedule__streaming=True)
-    recipes.train(run.config, tmp_path / "run")
 
   def test_no_teacher(self, model):
     with pytest.raises(InputError, match="needs a teacher; give its directory"):
@@ -151,12 +144,12 @@ class TestRun:
     with pytest.raises(InputError, match="column 'teacher'"):
       make_run(model, f"{model},{teacher}", **settings)
 
-  def test_a_column_that_names_no_teacher(self, model, teacher, tmp_path):
-    columns = [{"teacher": 0}] * 7 + [{"teacher": 2}]
-    settings = of_columns(tmp_path, model, columns)
-    run = make_run(model, f"{model},{teacher}", **settings)
-    states, responses = recipes.collect(run)
+  def test_a_column_that_names_no_teacher(self):
+    learner = types.SimpleNamespace(
+      column=lambda name, ids: np.where(ids == 7, 2.0, 0.0),
+      frozen=["teacher_0", "teacher_1"],
+    )
+    rollout = types.SimpleNamespace(example_id=np.arange(8))
+    scoring = types.SimpleNamespace(learner=learner, rollout=rollout)
     with pytest.raises(InputError, match="row 7 of the data: column 'teacher'"):
-      run.learner.measure(
-        states.learner, "policy", responses, np.random.default_rng(0)
-      )
+      distill.chosen_teacher_logprobs(scoring)

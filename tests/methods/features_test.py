@@ -29,13 +29,8 @@ _V3_2 = {
   "loss.kl_coefficient": 0.04,
   "off_policy.proximal": "stored",
 }
-_ICEPOP = {
-  "loss.name": "dis",
-  "loss.clip_low": 0.5,
-  "loss.clip_high": 4.0,
-  "off_policy.proximal": "stored",
-}
 _KPOP = {"loss.name": "kpop", "off_policy.proximal": "stored"}
+_DPPO = {"loss.name": "dppo_kl", "off_policy.proximal": "stored"}
 _TURNS = {"estimator.name": "turn_gae"}
 _SEGMENTS = {"estimator.lambda_schedule": "segments"}
 _GDPO = {
@@ -54,14 +49,15 @@ CASES = {
     | _CALCULATOR
     | _ADAPTERS,
   ),
-  "MaxRL, IcePop, streaming": ("maxrl", _ICEPOP | _STREAMING),
-  "EVPO, KPop, first groups": ("evpo", _KPOP | _FIRST_GROUPS),
-  "GDPO, DPPO-KL, lag": (
-    "dppo",
-    _GDPO | {"loss.name": "dppo_kl", "schedule.lag": 1},
+  "MaxRL, SAPO's gate, streaming": (
+    "maxrl",
+    {"loss.name": "sapo_gate"} | _STREAMING,
   ),
-  "V3.2, adapters, lag": ("grpo", _V3_2 | {"schedule.lag": 1} | _ADAPTERS),
-  "SAPO's gate, streaming": ("sapo_gate", _STREAMING),
+  "EVPO, KPop, first groups": ("evpo", _KPOP | _FIRST_GROUPS),
+  "GDPO, V3.2, lag, adapters": (
+    "grpo",
+    _GDPO | _V3_2 | {"schedule.lag": 1} | _ADAPTERS,
+  ),
   "turns, calculator, windows": (
     "vapo",
     _TURNS | _CALCULATOR | {"schedule.window": 5},
@@ -70,9 +66,9 @@ CASES = {
     "vapo",
     _TURNS | _STREAMING | {"loss.nll_coefficient": 0.0},
   ),
-  "segments, windows, lag": (
+  "segments, DPPO-KL, windows, lag": (
     "tppo",
-    _SEGMENTS | {"schedule.window": 5, "schedule.lag": 1},
+    _SEGMENTS | _DPPO | {"schedule.window": 5, "schedule.lag": 1},
   ),
 }
 QUICK = ("SAO, single, windows", "turns, calculator, windows")

@@ -42,30 +42,20 @@ from jaxrl_llm.learner.build_algorithm import make_algorithm
 from jaxrl_llm.trainer.validation import validate
 text = config_lib.describe()
 assert all(repr(x) in text for x in ("hapo", "gspo", "optimal_baseline"))
-config = runpy.run_path(f"configs/{sys.argv[1]}.py")["get_config"]()
-validate(config)
-make_algorithm(config)
-start = "jaxrl_llm.methods."
-print(*sorted(m[len(start):] for m in sys.modules if m.startswith(start)))
+for method in ("vapo", "vcpo", "distill"):
+  config = runpy.run_path(f"configs/{method}.py")["get_config"]()
+  validate(config)
+  make_algorithm(config)
+  start = "jaxrl_llm.methods."
+  print(*sorted(m[len(start):] for m in sys.modules if m.startswith(start)))
 """
 
 
-@pytest.mark.parametrize(
-  ("method", "files"),
-  [
-    ("vapo", ""),
-    ("vcpo", "rloo vcpo"),
-    ("distill", "distill"),
-  ],
-)
-def test_an_unused_method_is_not_imported(method, files):
-  done = subprocess.run(
-    [sys.executable, "-c", _PROGRAM, method],
-    check=True,
-    capture_output=True,
-    text=True,
-  )
-  assert done.stdout.strip() == files
+def test_an_unused_method_is_not_imported():
+  command = [sys.executable, "-c", _PROGRAM]
+  done = subprocess.run(command, check=True, capture_output=True, text=True)
+  imported = done.stdout.splitlines()
+  assert imported == ["", "rloo vcpo", "distill rloo vcpo"]
 
 
 @pytest.mark.parametrize("file", methods.FILES)

@@ -172,8 +172,7 @@ def test_a_run_shares_what_it_has_judged(model, tmp_path):
 @pytest.mark.parametrize(
   "changes",
   [
-    {"model__lora_rank": 2},
-    {"schedule__lag": 1, "sampler__slots": 4},
+    {"schedule__lag": 1, "sampler__slots": 4, "model__lora_rank": 2},
     {"estimator__name": "gae", "optimizer__value__mini_batch": 8},
     {
       "schedule__dynamic_sampling": True,
@@ -246,24 +245,30 @@ def test_is_refused(model, tmp_path, changes, said):
     build.make_run(doors.make_config(model, **given))
 
 
-@pytest.mark.parametrize(
-  ("change", "said"),
-  [
-    ({"question": "1+1+1+1?"}, "no response from there"),
-    ({"logprobs": [-1.0]}, "with 1 log-probs"),
-    ({"logprobs": None}, "with 0 log-probs"),
-    ({"text": "12"}, "own tokenizer"),
-    ({"turns": []}, "no turns"),
-    ({"tokens": [3] * 99, "logprobs": [-1.0] * 99}, "there are 99"),
-  ],
-)
-def test_files_that_do_not_fit_are_refused(model, tmp_path, change, said):
-  given = sharing(tmp_path, "given.jsonl")
-  run = build.make_run(doors.make_config(model, **given))
+def reader(run):
+  """Returns (number, store) -> what a run reads from other runs."""
+  worker = run.worker
+  return functools.partial(
+    worker.replay.feed.read, source=run.source, writer=worker.writer
+  )
+
+
+def test_files_that_do_not_fit_are_refused(model, tmp_path):
+  run = build.make_run(doors.make_config(model, **sharing(tmp_path, "given")))
   (line,) = lines_of(run, questions(run, 1), samples=1)
-  write(tmp_path / "given.jsonl", [line | change])
-  with pytest.raises(InputError, match=r"given.jsonl:1.*" + said):
-    tiny_run.collect(run)
+  for number, (change, said) in enumerate(
+    (
+      ({"question": "1+1+1+1?"}, "no response from there"),
+      ({"logprobs": [-1.0]}, "with 1 log-probs"),
+      ({"logprobs": None}, "with 0 log-probs"),
+      ({"text": "12"}, "own tokenizer"),
+      ({"turns": []}, "no turns"),
+      ({"tokens": [3] * 99, "logprobs": [-1.0] * 99}, "there are 99"),
+    )
+  ):
+    write(tmp_path / "given" / f"{number}.jsonl", [line | change])
+    with pytest.raises(InputError, match=rf"given/{number}.jsonl:1.*{said}"):
+      reader(run)(number, None)
 
 
 def test_later_files_of_other_questions_are_passed_over(model, tmp_path):
@@ -272,9 +277,7 @@ def test_later_files_of_other_questions_are_passed_over(model, tmp_path):
   write(tmp_path / names[0], lines_of(run, questions(run, 3)))
   store = tiny_run.collect(run)[-1].state.replay
   write(tmp_path / names[1], lines_of(run, ["1+1+1+1?"]))
-  read = functools.partial(
-    run.worker.replay.feed.read, source=run.source, writer=run.worker.writer
-  )
+  read = reader(run)
   assert read(100, store) is None
   (tmp_path / "own" / f"{101:012d}.read").write_text(
     json.dumps([str(tmp_path / names[1])])
