@@ -51,3 +51,12 @@ class TestMethod:
     name, preset, settings = arguments
     with pytest.raises(InputError, match=message):
       config_lib.method(name, preset, **settings)
+
+
+def test_shares_of_a_batch_are_rounded():
+  settings = {"schedule.over_provision": 1.1, "schedule.replay": 0.29}
+  config = config_lib.method("grpo", **settings)
+  config.data.prompts_per_step = 10
+  assert config_lib.groups_in_flight(config) == 11  # 10 * 1.1 > 11.
+  config.data.prompts_per_step = 100
+  assert config_lib.replayed_groups(config) == 29  # 100 * 0.29 < 29.

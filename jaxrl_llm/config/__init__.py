@@ -7,6 +7,7 @@ Unknown keys are errors. `trainer.validation` checks a config; `--help_config`
 (`describe`) and docs/config.md are generated from the keys.
 """
 
+import math
 import pathlib
 import runpy
 import textwrap
@@ -155,6 +156,21 @@ def get(config: Any, key: str):
 def batch_size(config: Any) -> int:
   """Returns the number of responses per step."""
   return config.data.prompts_per_step * config.data.group_size
+
+
+def groups_in_flight(config: Any) -> int:
+  """Returns the number of groups that are sampled for a batch or a round."""
+  schedule = config.schedule
+  # Rounded: 10 * 1.1 is above 11 in floating point.
+  return math.ceil(
+    round(config.data.prompts_per_step * schedule.over_provision, 9)
+  )
+
+
+def replayed_groups(config: Any) -> int:
+  """Returns the number of earlier groups in a batch."""
+  share = config.schedule.replay
+  return int(round(config.data.prompts_per_step * share, 9))
 
 
 def mini_batch(config: Any, role: str) -> int:

@@ -290,7 +290,7 @@ def make_worker(
     settings = RolloutSettings(
       groups=config.data.prompts_per_step,
       group_size=config.data.group_size,
-      in_flight=sampler.groups_in_flight(config),
+      in_flight=config_lib.groups_in_flight(config),
       stop=schedule.stop,
       dynamic_sampling=schedule.dynamic_sampling,
       window=schedule.window,
@@ -307,7 +307,7 @@ def make_worker(
   replay = None
   if schedule.replay:
     replay = REPLAYS[schedule.replay_for](
-      groups=int(schedule.replay * config.data.prompts_per_step),
+      groups=config_lib.replayed_groups(config),
       capacity=schedule.replay_capacity,
       keep=schedule.replay_keep,
       seed=config.run.seed,

@@ -154,9 +154,10 @@ def sizes(config: Any) -> Rules:
     (0 < slots < max(config.data.group_size, config.eval.samples),
       "sampler.slots, data.group_size, eval.samples",
       "raise sampler.slots: the slots must hold at least one group"),
-    (not all(1 <= n <= config.eval.samples for n in config.eval.pass_k),
+    (not all(isinstance(n, int) and 1 <= n <= config.eval.samples
+        for n in config.eval.pass_k),
       "eval.pass_k, eval.samples",
-      "each n of pass@n must be 1 to eval.samples"),
+      "each n of pass@n must be an integer, 1 to eval.samples"),
     (mesh.data == 0 and max(mesh.fsdp, mesh.tensor, mesh.expert) > 1,
       "sampler.mesh.data, sampler.mesh.fsdp, sampler.mesh.tensor,"
       " sampler.mesh.expert",
@@ -225,7 +226,7 @@ def windows(config: Any) -> Rules:
 def replay(config: Any) -> Rules:
   """Checks the replay of earlier groups."""
   schedule = config.schedule
-  most = int(schedule.replay * config.data.prompts_per_step)
+  most = config_lib.replayed_groups(config)
   return [
     (schedule.replay and not most, "schedule.replay, data.prompts_per_step",
       "less than one group of a batch would be replayed; raise one of them"),

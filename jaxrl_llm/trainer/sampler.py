@@ -29,13 +29,6 @@ DRAFTERS: Mapping[str, Callable[[Any], Any]] = {
 _BEYOND_A_PAGE = 16
 
 
-def groups_in_flight(config: Any) -> int:
-  """Returns the number of groups in flight for a batch or a round."""
-  return math.ceil(
-    config.data.prompts_per_step * config.schedule.over_provision
-  )
-
-
 def make_engine(
   config: Any, fns: ModelFns, tokenizer: Tokenizer, mesh: jax.sharding.Mesh
 ) -> RolloutEngine:
@@ -47,7 +40,7 @@ def make_engine(
   """
   slots = config.sampler.slots or config_lib.batch_size(config)
   if not config.sampler.slots and config.schedule.stop != "all":
-    slots = groups_in_flight(config) * config.data.group_size
+    slots = config_lib.groups_in_flight(config) * config.data.group_size
   rows = EXACT_ROWS if config.sampler.exact else 1
   split = sharding.slots_size_of(mesh) * rows
   stop = tokenizer.single_tokens(config.sampler.stop, "config.sampler.stop")

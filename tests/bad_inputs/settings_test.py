@@ -31,7 +31,7 @@ _SETTINGS = {
 _VALUES = {
   "data.max_prompt_length": [10**9],
   "estimator.settings": [None],
-  "eval.pass_k": [("1",), None],
+  "eval.pass_k": [("1",), (1.5,), None],
   "mesh.data": [0, 10**6],
   "optimizer.policy.mini_batch": [33],
   "optimizer.policy.updates_per_step": [2],
