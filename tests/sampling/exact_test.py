@@ -151,9 +151,17 @@ class TestTokens:
   """Exact sampling draws what plain sampling draws, up to rounding."""
 
   def test_are_those_of_a_prefill(self):
-    own, params = engine("float32"), policy("float32")[1]
+    # A stop token at the end of a prompt ends nothing.
+    prompts = [*PROMPTS[:-1], [*PROMPTS[-1], STOP[0]]]
     rollout, plain = (
-      sample(x, params) for x in (own, engine("float32", exact=False))
+      write(
+        engine("float32", exact=exact),
+        policy("float32")[1],
+        *(prompts, IDS),
+        key=KEY,
+        settings=PLAIN,
+      )
+      for exact in (True, False)
     )
     np.testing.assert_array_equal(rollout.tokens, plain.tokens)
     np.testing.assert_array_equal(rollout.status, plain.status)
