@@ -342,7 +342,9 @@ class _Collection:
     over = is_over(store)
     ready = int(sampling.complete(over, store.group).sum())
     unfinished = take_rows(store, ~over)
-    awaited = too_old(unfinished, self.weights.version, settings.patience)
+    # The oldest token of a group may be in a response that has ended.
+    old = too_old(store, self.weights.version, settings.patience)
+    awaited = np.flatnonzero(np.isin(np.flatnonzero(~over), old))
     rule = STOPS[settings.stop].groups(missing - ready, awaited)
     if over.all():
       with timer.phase("generate"):  # Every step has this phase.

@@ -34,16 +34,14 @@ def length_of(sample_id):
 
 
 class Engine:
-  """Writes one token per response at a time; all responses have slots."""
+  """Writes one token per response at a time, in order of the rows."""
 
   config = EngineConfig(
     slots=8, max_prompt_length=4, max_response_length=LIMIT, stop_tokens=[1]
   )
 
-  def __init__(self, lengths=length_of):
-    self.stats = self.last_stats = EngineStats()
-    self.calls = []  # Sample ids per call.
-    self._length_of = lengths
+  def __init__(self, lengths, slots):
+    self.stats, self._length_of, self._slots = EngineStats(), lengths, slots
 
   def generate_window(
     self, params, requests, *, window, version, rule, **settings
@@ -51,12 +49,12 @@ class Engine:
     assert len(requests.lengths)
     rollout = jax.tree.map(np.array, requests)
     assert (rollout.status == Status.TRUNCATED).all()
-    self.calls.append(rollout.sample_id.tolist())
     begins = rollout.lengths.copy()
     ends = np.asarray([self._length_of(i) for i in rollout.sample_id])
     while True:
       over = ended(rollout)
       active = ~over & (rollout.lengths - begins < window)
+      active &= np.cumsum(active) <= self._slots
       view = SchedulerView(
         slots=len(begins),
         waiting=np.zeros(len(begins), bool),
@@ -74,9 +72,7 @@ class Engine:
       rollout.version[rows, at] = version
       rollout.lengths[rows] += 1
       rollout.status[rollout.lengths >= ends] = int(Status.FINISHED)
-    tokens = int((rollout.lengths - begins).sum())
-    self.last_stats = EngineStats(tokens=tokens)
-    self.stats += self.last_stats
+    self.stats += EngineStats(tokens=int((rollout.lengths - begins).sum()))
     return rollout.replace(window_start=begins)
 
 
@@ -157,12 +153,13 @@ class Run:
     right=lambda i: i % 2 == 0,
     source=None,
     lengths=length_of,
+    slots=1000,
     **settings,
   ):
     settings = {"groups": 2, "group_size": 4} | settings
     settings.setdefault("in_flight", settings["groups"])
     self.settings = RolloutSettings(**settings)
-    self.engine, self.source = Engine(lengths), source or Source()
+    self.engine, self.source = Engine(lengths, slots), source or Source()
     self.pool = Pool(right)
     self.renew()
     self.state, self.source_state = self.worker.init(), self.source.init()
@@ -459,6 +456,25 @@ class TestState:
       chex.assert_trees_all_equal(one.state.store, other.state.store)
       assert [x.texts for x in one.judged] == [x.texts for x in other.judged]
     assert runs[0].pool.seen == runs[1].pool.seen
+
+
+class TestMaxStaleness:
+  def test_an_ended_response_ages_its_group(self):
+    # Response 2 ends in the first step, before response 3 has a slot.
+    lengths = [1, 1, 1, 6] + [1] * 10
+    run = Run(
+      stop="first_groups",
+      groups=1,
+      group_size=2,
+      in_flight=2,
+      max_staleness=1,
+      slots=3,
+      lengths=lengths.__getitem__,
+    )
+    for version, groups in enumerate([[0], [1], [2]]):
+      rollout = run.collect().batch.responses.rollout
+      assert np.unique(rollout.group_id).tolist() == groups
+      assert (version - rollout.version[rollout.mask]).max() <= 1
 
 
 class TestEachOnce:
