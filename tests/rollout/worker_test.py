@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from helpers import tiny_run
 
+from jaxrl_llm import sampling
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.metrics import PhaseTimer
 from jaxrl_llm.rewards.exact import Verdict
 from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rollout import schedule
 from jaxrl_llm.rollout.schedule import RolloutSettings
 from jaxrl_llm.rollout.worker import RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
@@ -475,6 +477,19 @@ class TestMaxStaleness:
       rollout = run.collect().batch.responses.rollout
       assert np.unique(rollout.group_id).tolist() == groups
       assert (version - rollout.version[rollout.mask]).max() <= 1
+
+
+class TestOwnRule:
+  @pytest.mark.parametrize("ended", [0, 1])
+  def test_one_that_halts_early_is_named(self, ended, monkeypatch):
+    rule = lambda missing, awaited: sampling.stop_after_groups(ended)
+    stop = schedule.Stop(groups=rule, responses=None)
+    monkeypatch.setitem(schedule.STOPS, "early", stop)
+    message = f"returned when {ended} of 2 groups had ended"
+    # The responses of the first group end at once.
+    run = Run(stop="early", lengths=lambda i: 1 if i < 4 else LIMIT)
+    with pytest.raises(InputError, match=message):
+      run.collect()
 
 
 class TestEachOnce:
