@@ -61,25 +61,20 @@ def _small_pages():
 
 
 class TestStep:
-  def test_add_and_step_until_empty_is_generate(self):
-    engine, prompts = scripted.engine(), _prompts(40)
-    engine.set_params((), 3)
-    rollout, requests = add(engine, prompts)
-    left = finish(engine)
-    scripted.check(rollout, prompts)
-    assert set(left) == set(requests) and len(left) == 40
-    np.testing.assert_array_equal(rollout.version[rollout.mask], 3)
-
   def test_requests_come_while_others_are_written(self):
     engine, prompts = scripted.engine(), _prompts(60, seed=1)
-    engine.set_params((), 0)
-    parts = []
+    engine.set_params((), 3)
+    parts, added, left = [], [], []
     for start in range(0, 60, 10):
-      parts.append(add(engine, prompts[start : start + 10])[0])
-      engine.step()
-    finish(engine)
+      rollout, requests = add(engine, prompts[start : start + 10])
+      parts.append(rollout)
+      added += requests
+      left += engine.step()
+    left += finish(engine)
+    assert set(left) == set(added) and len(left) == 60
     for i, rollout in enumerate(parts):
       scripted.check(rollout, prompts[10 * i : 10 * i + 10])
+      np.testing.assert_array_equal(rollout.version[rollout.mask], 3)
 
   def test_other_sampling_params_wait_their_turn(self):
     engine, prompts = scripted.engine(), _prompts(30)
@@ -162,11 +157,10 @@ class TestPrefill:
 
   @pytest.mark.parametrize("count, calls", [(2, 1), (3, 2), (8, 4), (9, 1)])
   def test_has_as_much_padding_as_prompts_at_most(self, count, calls):
-    engine = scripted.make_engine(slots=16)
     prompts = _prompts(count)
-    out = scripted.generate(prompts, own=engine)
-    scripted.check(out, prompts)
-    assert engine.last_stats.prefill_calls == calls  # For 2 prompts or for 16.
+    scripted.check(scripted.generate(prompts), prompts)
+    # Each is for 2 prompts or for 16.
+    assert scripted.engine().last_stats.prefill_calls == calls
 
   def test_goes_on_without_one_and_with_one_under_new_weights(self):
     engine = tiny_engine.make_engine(slots=16)
