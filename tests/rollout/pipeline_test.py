@@ -17,9 +17,9 @@ from jaxrl_llm.trainer import loop
 from jaxrl_llm.types import join_rows, take_rows
 
 STEPS = 6
+LAG = 2  # Several batches wait; pairs_test.py covers lag 1.
 NO_CRITIC = {"estimator__name": "group"}
 METHODS = {
-  "critic": {},
   "windows": {"schedule__window": 3},
   "first_groups": NO_CRITIC
   | {
@@ -57,13 +57,8 @@ def test_admit(version, accepted, running, admitted):
 
 
 @pytest.fixture(scope="module")
-def lag():
-  return 2  # Several batches wait; pairs_test.py covers lag 1.
-
-
-@pytest.fixture(scope="module")
-def late(run, lag):
-  return with_config(run, schedule__lag=lag)
+def late(run):
+  return with_config(run, schedule__lag=LAG)
 
 
 @pytest.fixture(scope="module")
@@ -74,29 +69,29 @@ def whole(late):
 
 
 class TestLag:
-  def test_in_turns_it_is_the_same(self, run, lag, whole):
-    turns = with_config(run, schedule__lag=lag, schedule__overlap=False)
+  def test_in_turns_it_is_the_same(self, run, whole):
+    turns = with_config(run, schedule__lag=LAG, schedule__overlap=False)
     steps, (states, _) = record(turns, STEPS)
     assert_same(steps, whole[0])
     chex.assert_trees_all_equal(*map(jax.device_get, (states, whole[1])))
 
-  def test_after_a_resume_it_is_the_same(self, late, lag, whole, tmp_path):
+  def test_after_a_resume_it_is_the_same(self, late, whole, tmp_path):
     begun = saved(late, loop.begin(late)[0], tmp_path / "0")
     steps, (states, _) = record(late, 2, begun)
-    assert len(states.batches) == lag
+    assert len(states.batches) == LAG
     rest, _ = record(late, STEPS - 2, saved(late, states, tmp_path / "2"))
     assert_same(steps + rest, whole[0])
 
-  def test_every_batch_is_as_late_as_it_says(self, run, lag, whole):
+  def test_every_batch_is_as_late_as_it_says(self, run, whole):
     longest = 2 if run.config.schedule.stop == "first_groups" else 0
     for version, step in enumerate(whole[0]):
       rollout = trained(step)
       new = np.arange(rollout.mask.shape[1]) >= rollout.window_start[:, None]
       age = version - rollout.version[rollout.mask & new]
-      assert min(version, lag) <= age.min()
-      assert age.max() <= min(version, lag) + longest
+      assert min(version, LAG) <= age.min()
+      assert age.max() <= min(version, LAG) + longest
 
-  def test_a_batch_of_other_weights_is_refused(self, late, lag, whole):
+  def test_a_batch_of_other_weights_is_refused(self, late, whole):
     _, states = whole
     batch = states.batches[0]
     late.pipeline.check(batch, STEPS)
@@ -118,10 +113,9 @@ PLAIN = {
   params=[pytest.param("critic", marks=pytest.mark.slow), "environment"],
 )
 def plain(model, request):
-  settings = PLAIN | METHODS.get(request.param, NO_CRITIC)
-  if request.param == "environment":
-    settings |= {"environment__name": "calculator"}
-  return tiny_run.make_run(model, **settings)
+  talks = NO_CRITIC | {"environment__name": "calculator"}
+  settings = {"critic": {}, "environment": talks}[request.param]
+  return tiny_run.make_run(model, **PLAIN | settings)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from helpers import tiny_run
 
 from jaxrl_llm import sampling
-from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
+from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.metrics import PhaseTimer
@@ -211,17 +211,6 @@ def waiting_ids(run):
   return [] if store is None else store.sample_id[store.lengths == 0].tolist()
 
 
-class TestWholeGroups:
-  def test_go_on_where_the_last_ones_ended(self):
-    run = Run(source=Source(with_gaps(3)))
-    drawn = [run.collect().batch.responses.rollout for _ in range(2)]
-    assert np.unique(drawn[0].example_id).tolist() == [1, 2]
-    assert np.unique(drawn[1].example_id).tolist() == [4, 5]
-    assert np.unique(drawn[1].group_id).tolist() == [2, 3]
-    assert run.source_state.position == 6 and run.state.store is None
-    assert ids_of(drawn[0]) + ids_of(drawn[1]) == list(range(16))
-
-
 class TestTries:
   @pytest.mark.parametrize("stop", ["all", "first_groups"])
   def test_a_group_has_its_own_size(self, stop):
@@ -351,35 +340,9 @@ class TestSecondLook:
     batch = collected.batch.responses.rollout
     assert batch.sample_id.tolist() == [*range(4, 12), *range(16, 25)]
 
-  def test_of_nothing_changes_nothing(self):
-    class Plain(Source):
-      again = PromptSource.again
-
-    runs = [Run(source=source) for source in (Plain(), Source())]
-    for _ in range(2):
-      one, other = (run.collect() for run in runs)
-      chex.assert_trees_all_equal(one.batch.responses, other.batch.responses)
-      assert one.batch.metrics == other.batch.metrics
-      assert "rollout/again" not in one.batch.metrics
-
 
 class TestMembers:
   """Windows: free slots take the next responses in order."""
-
-  def test_by_hand(self):
-    ends = [1] * 6 + [6, 6] + [6] * 100  # The first six end at once.
-    run = Run(window=1, lengths=ends.__getitem__)
-    first = run.collect()
-    assert ids_of(first.batch.responses) == list(range(8))
-    assert ids_of(run.state.store) == [6, 7] and waiting_ids(run) == []
-    # Six slots are free, for a group and a half: the last two wait.
-    second = run.collect()
-    assert ids_of(second.batch.responses) == [6, 7, *range(8, 14)]
-    assert waiting_ids(run) == [14, 15] and run.state.samples == 16
-    assert run.source_state == PromptSourceState(position=4, drawn=4)
-    # No slot is free, so nothing new begins.
-    assert ids_of(run.collect().batch.responses) == [6, 7, *range(8, 14)]
-    assert run.state.samples == 16 and waiting_ids(run) == [14, 15]
 
   @pytest.mark.parametrize("gap", [None, 3])
   @pytest.mark.parametrize("group_size", [1, 3, 4])
@@ -637,11 +600,6 @@ class TestMixed:
     np.testing.assert_array_equal(
       mixed(responses.replace(judged=judged)), [0, 0, 1, 1, 1]
     )
-
-  def test_verdicts_count_not_rewards(self):
-    responses = self.make([0, 0], [1, 1])
-    responses = responses.replace(rewards=np.asarray([1.0, 0.5], np.float32))
-    assert not mixed(responses).any()
 
 
 def test_streams_of_randomness_differ():
