@@ -15,9 +15,9 @@ WRONG = 2  # The version whose transfer goes wrong.
 
 
 @pytest.fixture(scope="module")
-def make_run(model):
-  """Name in MESHES -> run, each built and compiled once."""
-  return tiny_mesh_run.run_maker(model)
+def run(model):
+  """A run whose sampler has a separate mesh."""
+  return tiny_mesh_run.run_maker(model)("apart")
 
 
 def _skipped(transfer, run, params, version, old):
@@ -48,10 +48,8 @@ def mutated(run, mutation):
 class TestMutations:
   """The transfer after step 2 is corrupted; step 3 must not be sampled."""
 
-  def test_a_stale_leaf_is_found_within_a_step(self, make_run, tmp_path):
-    run = with_config(
-      make_run("shared"), eval__every=4, sampler__parity_check_every=1
-    )
+  def test_a_stale_leaf_is_found_within_a_step(self, run, tmp_path):
+    run = with_config(run, eval__every=4, sampler__parity_check_every=1)
     run, rollouts = recorded(run)
     message = r"^final_norm/scale \(1 of .* leaves\) .* at version 2"
     with pytest.raises(sync.SyncError, match=message) as error:
@@ -62,17 +60,17 @@ class TestMutations:
     assert len(rollouts) == 1 + WRONG  # An evaluation and two steps.
 
   @pytest.mark.parametrize("every", [2, 4])
-  def test_versions_are_compared_in_every_step(self, make_run, tmp_path, every):
+  def test_versions_are_compared_in_every_step(self, run, tmp_path, every):
     # WRONG is followed by an evaluation, or by a step.
-    run, rollouts = recorded(with_config(make_run("apart"), eval__every=every))
+    run, rollouts = recorded(with_config(run, eval__every=every))
     run = mutated(run, _skipped)
     with pytest.raises(sync.SyncError, match="holds version 1, .* version 2"):
       loop.train(run, tmp_path)
     assert len(rollouts) == 1 + WRONG
 
   @pytest.mark.slow
-  def test_the_next_start_sends_anew(self, make_run, tmp_path):
-    run, broken = make_run("shared"), tmp_path / "broken"
+  def test_the_next_start_sends_anew(self, run, tmp_path):
+    broken = tmp_path / "broken"
     run = with_config(run, sampler__parity_check_every=WRONG)
     with pytest.raises(sync.SyncError):
       loop.train(mutated(run, _stale), broken)
@@ -113,8 +111,8 @@ class TestChecks:
   """Checksums and log-probs are compared at every start and when due."""
 
   @pytest.mark.parametrize(("every", "due"), [(0, []), (2, [0, 2]), (9, [0])])
-  def test_pass_and_are_logged(self, make_run, tmp_path, every, due):
-    run, sums = counted(make_run("apart"))
+  def test_pass_and_are_logged(self, run, tmp_path, every, due):
+    run, sums = counted(run)
     run = with_config(run, sampler__parity_check_every=every)
     run, versions = checked(run)
     loop.train(with_config(run, run__steps=2), tmp_path)
@@ -133,8 +131,8 @@ class TestChecks:
     assert newest(run, tmp_path)[1].version == 3
 
   @pytest.mark.parametrize("version", [0, WRONG])
-  def test_a_refusal_stops_the_run(self, make_run, tmp_path, version):
-    run, rollouts = recorded(make_run("shared"))
+  def test_a_refusal_stops_the_run(self, run, tmp_path, version):
+    run, rollouts = recorded(run)
     run, _ = checked(
       with_config(run, sampler__parity_check_every=WRONG), version
     )
