@@ -266,6 +266,8 @@ class TestOpening:
       assert not rollout.window_start.any()
       row = collected.batch.metrics
       assert row["rollout/response_length_mean"] == rollout.lengths.mean()
+      store = run.state.store
+      assert row["rollout/partial"] == store.mask.any(axis=1).sum()
     goes_on = run.state.store.mask.sum()
     assert goes_on and written + goes_on == run.engine.stats.tokens
 

@@ -104,13 +104,10 @@ class TestScore:
     # Only one half: the other slots are idle.
     assert largest(own, params, take(rollout, slice(0, None, 2))) == 0
 
-  @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-  def test_does_not_say_it_of_other_responses(self, dtype):
-    params = policy(dtype)[1]
-    own = engine(dtype)
-    prefilled = sample(engine(dtype, exact=False), params)
-    most = 1e-5 if dtype == "float32" else 0.2
-    assert 0 < largest(own, params, prefilled) < most
+  def test_does_not_say_it_of_other_responses(self):
+    own, params = engine("float32"), policy("float32")[1]
+    prefilled = sample(engine("float32", exact=False), params)
+    assert 0 < largest(own, params, prefilled) < 1e-5
     other = jax.tree.map(lambda x: x, params)
     scale = params["final_norm"]["scale"]
     other["final_norm"] = {"scale": scale.at[2].multiply(1.01)}
@@ -165,11 +162,8 @@ class TestTokens:
 
 
 class TestContinued:
-  @pytest.mark.parametrize(
-    ("dtype", "window"), [("float32", 1), ("bfloat16", 5)]
-  )
-  def test_windows_under_new_weights(self, dtype, window):
-    own, (fns, params) = engine(dtype, 16, 4), policy(dtype)
+  def test_windows_under_new_weights(self):
+    own, (fns, params) = engine("bfloat16", 16, 4), policy("bfloat16")
     other = tiny.widen(tiny.tiny_policy()[1], jax.random.key(2))
     other = jax.jit(fns.for_sampling)(other)
     begun = new_requests(PROMPTS, IDS, np.arange(len(PROMPTS)), own.config)
@@ -178,9 +172,9 @@ class TestContinued:
     rest = take(first, first.status == Status.TRUNCATED)
     # As after a checkpoint: the KV cache is lost.
     own.reset()
-    rollout = own.generate_window(other, rest, window=window, version=1, **call)
+    rollout = own.generate_window(other, rest, window=5, version=1, **call)
     written = rollout.lengths - rollout.window_start
-    assert written.max() == window and (rollout.window_start == 9).all()
+    assert written.max() == 5 and (rollout.window_start == 9).all()
     scored = score(own, other, rollout, settings=PLAIN)
     new = rollout.mask & (rollout.version == 1)
     assert new.any() and (rollout.mask & ~new).any()

@@ -1,7 +1,6 @@
 """Requests that persist over steps: preempted, extended, aborted."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -54,12 +53,6 @@ def _preempting(engine, seed):
   return rule
 
 
-@functools.cache
-def _small_pages():
-  """An engine that schedules its requests after every four tokens."""
-  return tiny_engine.make_engine(page_size=4)
-
-
 class TestStep:
   def test_requests_come_while_others_are_written(self):
     engine, prompts = scripted.engine(), _prompts(60, seed=1)
@@ -97,7 +90,7 @@ class TestPreemption:
     assert max(call.kv_capacity for call in engine.trace) <= 8 * 7
 
   def test_at_any_moment_gives_the_same_tokens(self):
-    own = _small_pages()
+    own = tiny_engine.make_engine(page_size=4)  # A step is four tokens.
     out = tiny_engine.generate(own, rule=_preempting(own, 0))
     tiny_engine.assert_same_responses(out, tiny_engine.expected())
     assert own.last_stats.preemptions > 0

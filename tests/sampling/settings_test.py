@@ -55,12 +55,6 @@ class TestLogitBias:
     many = np.isin(out.tokens[out.mask], [7]).mean()
     assert many > np.isin(expected().tokens[expected().mask], [7]).mean()
 
-  def test_of_zero_changes_nothing(self):
-    settings = dataclasses.replace(SETTINGS, logit_bias={4: 0.0})
-    jax.tree.map(
-      np.testing.assert_array_equal, generate(settings=settings), expected()
-    )
-
 
 class TestMinNewTokens:
   def test_no_stop_token_comes_before(self):

@@ -59,12 +59,6 @@ def constant(token):
   return fixed(lambda state, count: jnp.full((len(state.length), count), token))
 
 
-def noise(state, count):
-  seed = jnp.sum(state.length)
-  shape = (len(state.length), count)
-  return jax.random.randint(jax.random.key(seed), shape, 0, 67)
-
-
 @functools.cache
 def oracle():
   """Drafts the tokens that will be drawn, from the expected responses."""
@@ -83,7 +77,6 @@ def oracle():
 
 DRAFTERS = {
   "stops too early": constant(STOP[0]),
-  "noise": fixed(noise),
   "prompt lookup": prompt_lookup(ngram=1),
   "quantized copy": quantized_copy(tiny.tiny_policy()[0]),
 }

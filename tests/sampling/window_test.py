@@ -86,24 +86,6 @@ class TestRecord:
       np.testing.assert_array_equal(
         getattr(out, name)[:count], getattr(rest, name)
       )
-    assert {x.dtype for x in jax.tree.leaves(out)} == {
-      np.dtype(t) for t in ("int8", "int32", "float32", "bool")
-    }
-
-  def test_rows_of_a_prompt_share_a_group(self):
-    first = write_window(
-      None, [3, 0], ids=[IDS[3, :2], IDS[0, :1]], window=1, settings=PLAIN
-    )
-    assert set(first.status) == {Status.TRUNCATED}
-    np.testing.assert_array_equal(first.group, [0, 0, 1])
-    rest = tiny_engine.rows(first, [2, 0, 1])
-    out = write_window(
-      rest, [1, 0, 3], ids=[IDS[1], IDS[0, 1:], IDS[3, 3:]], window=1
-    )
-    np.testing.assert_array_equal(
-      out.group_id, [70, 10, 10, 50, 50, 50, 50, 70, 70, 70, 10]
-    )
-    np.testing.assert_array_equal(out.group, [0, 1, 1, 2, 2, 2, 2, 0, 0, 0, 1])
 
   def test_arrays_of_the_device_may_come_back(self):
     rest = cut(write_window(None, [0, 1], window=4))
