@@ -89,6 +89,13 @@ class TestLag:
     for wrong in (STEPS - 1, STEPS + 1):
       with pytest.raises(RuntimeError, match=f"version {wrong} must be"):
         late.pipeline.check(batch, wrong)
+    responses = batch.responses
+    for change in (-3, 1):  # Too old, or newer than the batch.
+      rollout = responses.rollout
+      rollout = rollout.replace(version=rollout.version + change)
+      changed = batch.replace(responses=responses.replace(rollout=rollout))
+      with pytest.raises(RuntimeError, match=r"2\.\.4 updates old, got"):
+        late.pipeline.check(changed, STEPS)
 
 
 PLAIN = {

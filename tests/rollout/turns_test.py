@@ -138,6 +138,8 @@ def talk(run, window):
     part = run.worker.writer.write(
       take_rows(rollout, rows), weights, window=window, conversations=table
     )
+    new = np.arange(part.mask.shape[1]) >= part.window_start[:, None]
+    assert window is None or (part.mask & new).sum(axis=1).max() <= window
     for name, column in part.replace(group=rollout.group[rows]).items():
       if column is not None:
         rollout[name][rows] = column

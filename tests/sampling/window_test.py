@@ -20,6 +20,7 @@ from helpers.tiny_window import (
   write_window,
 )
 
+from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling.rules import Decision
 from jaxrl_llm.types import Origin, Status
 
@@ -137,6 +138,13 @@ class TestMaskAndOrigin:
     out = write_window(brought, window=T, settings=settings)
     assert (out.lengths < full.lengths).any()
     self._assert_kept(out, brought)
+
+  def test_a_cut_clears_mask_and_origin(self):
+    brought = self._with_holes()
+    requests_lib.cut(brought, 0, 2, status=Status.FINISHED)
+    assert brought.mask[0].tolist() == [True] + [False] * (T - 1)
+    assert brought.origin[0, 2:].tolist() == [int(Origin.POLICY)] * (T - 2)
+    assert brought.origin[0, 1] == int(Origin.FOREIGN)
 
 
 class TestEnds:
