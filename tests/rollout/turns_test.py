@@ -97,6 +97,7 @@ class TestTurns:
       )
       finished = rollout.status == Status.FINISHED
       assert (foreign.sum(axis=1)[finished] == 3).all()
+      assert not step.after.rollout.conversations  # None is unfinished.
       assert set(rollout.status) <= {Status.FINISHED, Status.OVERLONG}
       rewards = step.collected.rewards
       np.testing.assert_array_equal(rewards[finished], 4.0)
