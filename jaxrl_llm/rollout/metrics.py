@@ -29,9 +29,9 @@ def rollout_metrics(
   stopped = rollout.status == Status.STOPPED
   if stopped.any():
     row["rollout/stopped"] = float(stopped.sum())
-    judged = take_rows(judged, judged.ended) if judged else None
   if judged is None or not judged.ended.any():
     return row
+  judged = take_rows(judged, judged.ended)  # Without stopped responses.
   rollout, correct = judged.rollout, judged.correct
   lengths, overlong = rollout.lengths, rollout.status == Status.OVERLONG
   row |= _reward_metrics(judged) | {

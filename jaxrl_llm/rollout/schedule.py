@@ -7,14 +7,15 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_llm import sampling
-from jaxrl_llm.errors import TrainingStopped
+from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.types import Pruning
 
 
 class Stop(NamedTuple):
   """Scheduling rules that end a sampler call."""
 
-  # (groups still missing, rows that must end) -> rule.
+  # (groups still missing, rows that must end) -> rule, which halts only when
+  # these groups and rows have ended.
   groups: Callable[[int, np.ndarray], sampling.rules.SchedulingRule]
   # (responses of a batch) -> rule, for responses sampled in windows.
   responses: Callable[[int], sampling.rules.SchedulingRule]
@@ -94,4 +95,13 @@ def too_few(
     f" {settings.groups} needed have correct and incorrect responses: the data"
     " are too easy or too hard; change them, raise schedule.over_provision or"
     " schedule.max_rounds, or set schedule.dynamic_sampling=False"
+  )
+
+
+def halted_early(complete: int, missing: int) -> InputError:
+  """Returns the error for a call that ended before its groups had."""
+  return InputError(
+    f"the sampler returned when {complete} of {missing} groups had ended; a"
+    " registered rule (schedule.stop) or engine (sampler.engine) must wait for"
+    " all of them"
   )

@@ -40,7 +40,12 @@ from jaxrl_llm.rollout.records import (
   count_groups,
   sample_ids,
 )
-from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings, too_few
+from jaxrl_llm.rollout.schedule import (
+  STOPS,
+  RolloutSettings,
+  halted_early,
+  too_few,
+)
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
   Responses,
@@ -110,6 +115,7 @@ class RolloutWorker:
 
     Raises:
       TrainingStopped: Dynamic sampling found too few groups.
+      InputError: A registered rule or engine ended a call too early.
     """
     before = self.writer.engine.stats
     new = _Collection(self, state, source_state, weights, timer)
@@ -215,19 +221,15 @@ class _Collection:
       begun = count_groups(self.state.store)
       self._begin(settings.in_flight - fewer - begun)
       store = self._write_groups(missing)
-      done = sampling.complete(is_over(store), store.group)[store.group]
-      # Dynamic sampling must judge a group to know whether it counts.
-      wanted = None if settings.dynamic_sampling else missing
-      oldest = np.unique(store.group_id[done])[:wanted]
-      chosen = np.isin(store.group_id, oldest)
+      chosen = self._complete(store, missing)
       rows = join_rows([take_rows(store, chosen)], copy=False)
       self._keep(take_rows(store, ~chosen))
       del store  # Large, and held while the responses are judged.
+      judged += count_groups(rows)
       responses = self._judged_rows(rows)
       if settings.dynamic_sampling:
         responses = take_rows(responses, mixed(responses))
       kept.append(responses)
-      judged += oldest.size
       passed += count_groups(responses.rollout)
     batch = join_rows(kept, copy=False)
     surplus = batch.rollout.group >= groups
@@ -342,7 +344,9 @@ class _Collection:
     over = is_over(store)
     ready = int(sampling.complete(over, store.group).sum())
     unfinished = take_rows(store, ~over)
-    awaited = too_old(unfinished, self.weights.version, settings.patience)
+    # The oldest token of a group may be in a response that has ended.
+    old = too_old(store, self.weights.version, settings.patience)
+    awaited = np.flatnonzero(np.isin(np.flatnonzero(~over), old))
     rule = STOPS[settings.stop].groups(missing - ready, awaited)
     if over.all():
       with timer.phase("generate"):  # Every step has this phase.
@@ -364,6 +368,17 @@ class _Collection:
     written = written.replace(window_start=start)
     ended = take_rows(store, over) if over.any() else None
     return join_rows([ended, written], copy=False)
+
+  def _complete(self, store: Rollout, missing: int) -> np.ndarray:
+    """Returns the rows of the oldest complete groups, bool [B]."""
+    done = sampling.complete(is_over(store), store.group)[store.group]
+    oldest = np.unique(store.group_id[done])
+    if len(oldest) < missing:
+      raise halted_early(len(oldest), missing)
+    # Dynamic sampling must judge a group to know whether it counts.
+    if not self.worker.settings.dynamic_sampling:
+      oldest = oldest[:missing]
+    return np.isin(store.group_id, oldest)
 
   def _prune(self, rollout: Rollout) -> None:
     """Drops unfinished responses, in place."""

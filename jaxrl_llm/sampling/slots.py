@@ -273,7 +273,8 @@ def _record(slots, output, choice, accepted, experts, metadata):
   """Records the new tokens of a step: 1 to Q of the Q tokens drawn for a slot.
 
   A token counts if every draft token before it was accepted and none of these
-  ended the response or its window. Of known tokens only the last one can do so.
+  ended the response or its window. Known stop tokens end nothing: they are part
+  of the prompt, an observation, or a response that is scored.
   """
   active = output.active
   rows, ahead = jnp.arange(active.shape[0]), jnp.arange(accepted.shape[1] + 1)
@@ -284,8 +285,7 @@ def _record(slots, output, choice, accepted, experts, metadata):
   overlong = length >= slots.max_tokens[:, None]
   paused = length >= slots.pause_at[:, None]  # True if overlong is.
   if slots.known is not None:
-    last = (slots.position + 2 >= slots.known)[:, None]
-    stopped, overlong, paused = stopped & last, overlong & last, paused & last
+    stopped &= (slots.position + 1 >= slots.known)[:, None]
   goes_on = ~(stopped | paused)
   counts = jnp.cumprod(accepted & goes_on[:, :-1], axis=1)
   new = jnp.where(active, 1 + jnp.sum(counts, axis=1), 0)

@@ -42,14 +42,13 @@ def write_window(
   params=None,
   settings=SETTINGS,
   version=0,
-  prompts=None,
   group_ids=None,
   **more,
 ):
   """Runs one window that starts the prompts `which`; default: all their ids."""
   which, engine = list(which), engine or window_engine()
   new = new_requests(
-    [PROMPTS[i] for i in which] if prompts is None else prompts,
+    [PROMPTS[i] for i in which],
     [IDS[i] for i in which] if ids is None else ids,
     GROUP_IDS[which] if group_ids is None else group_ids,
     engine.config,

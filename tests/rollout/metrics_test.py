@@ -84,6 +84,11 @@ class TestRolloutMetrics:
     batch = batch.replace(rewards=np.arange(4, dtype=np.float32))
     row = rollout_metrics(batch, batch)
     assert row["rollout/zero_variance_groups"] == 0
+    # Nor is one that dynamic sampling discarded.
+    batch = batch.replace(judged=batch.ended)
+    row = rollout_metrics(take_rows(batch, [2, 3]), batch)
+    assert row["reward/errors"] == 0 and row["rollout/solved_none"] == 1
+    assert row["rollout/response_length_mean"] == 3.5
 
   def test_parts_by_name(self):
     judged = np.asarray([True, True, True, False])

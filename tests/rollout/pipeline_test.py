@@ -4,7 +4,6 @@ import threading
 
 import chex
 import jax
-import numpy as np
 import pytest
 from helpers import tiny_run
 from helpers.tiny_run import with_config
@@ -14,37 +13,25 @@ from jaxrl_llm import metrics
 from jaxrl_llm.rollout.pipeline import Pipeline, admit
 from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.trainer import loop
-from jaxrl_llm.types import join_rows, take_rows
+from jaxrl_llm.types import join_rows
 
 STEPS = 6
+LAG = 2  # Several batches wait; pairs_test.py covers lag 1.
 NO_CRITIC = {"estimator__name": "group"}
-METHODS = {
-  "critic": {},
-  "windows": {"schedule__window": 3},
-  "first_groups": NO_CRITIC
-  | {
-    "schedule__stop": "first_groups",
-    "schedule__over_provision": 2.0,
-    "schedule__max_staleness": 2,
-    "sampler__max_response_length": 40,
-  },
+LATE = NO_CRITIC | {
+  "schedule__lag": LAG,
+  "schedule__stop": "first_groups",
+  "schedule__over_provision": 2.0,
+  "schedule__max_staleness": 2,
+  "sampler__max_response_length": 40,
 }
-
-
-@pytest.fixture(scope="module", params=list(METHODS))
-def run(model, request):
-  return tiny_run.make_run(model, **METHODS[request.param])
-
-
-def trained(step):
-  """Returns the policy's responses, without those waiting for the critic."""
-  rollout = step.estimated[0].rollout
-  return take_rows(rollout, rollout.window_start < rollout.lengths)
 
 
 def assert_same(mine, his):
   for step, other in zip(mine, his, strict=True):
-    chex.assert_trees_all_equal(trained(step), trained(other))
+    chex.assert_trees_all_equal(
+      step.estimated[0].rollout, other.estimated[0].rollout
+    )
     assert step.row == other.row
 
 
@@ -57,13 +44,8 @@ def test_admit(version, accepted, running, admitted):
 
 
 @pytest.fixture(scope="module")
-def lag():
-  return 2  # Several batches wait; pairs_test.py covers lag 1.
-
-
-@pytest.fixture(scope="module")
-def late(run, lag):
-  return with_config(run, schedule__lag=lag)
+def late(model):
+  return tiny_run.make_run(model, **LATE)
 
 
 @pytest.fixture(scope="module")
@@ -74,35 +56,46 @@ def whole(late):
 
 
 class TestLag:
-  def test_in_turns_it_is_the_same(self, run, lag, whole):
-    turns = with_config(run, schedule__lag=lag, schedule__overlap=False)
+  def test_in_turns_it_is_the_same(self, late, whole):
+    turns = with_config(late, schedule__overlap=False)
     steps, (states, _) = record(turns, STEPS)
     assert_same(steps, whole[0])
     chex.assert_trees_all_equal(*map(jax.device_get, (states, whole[1])))
 
-  def test_after_a_resume_it_is_the_same(self, late, lag, whole, tmp_path):
+  def test_after_a_resume_it_is_the_same(self, late, whole, tmp_path):
     begun = saved(late, loop.begin(late)[0], tmp_path / "0")
     steps, (states, _) = record(late, 2, begun)
-    assert len(states.batches) == lag
+    assert len(states.batches) == LAG
     rest, _ = record(late, STEPS - 2, saved(late, states, tmp_path / "2"))
     assert_same(steps + rest, whole[0])
 
-  def test_every_batch_is_as_late_as_it_says(self, run, lag, whole):
-    longest = 2 if run.config.schedule.stop == "first_groups" else 0
+  def test_every_batch_is_as_late_as_it_says(self, whole):
+    shares = []
     for version, step in enumerate(whole[0]):
-      rollout = trained(step)
-      new = np.arange(rollout.mask.shape[1]) >= rollout.window_start[:, None]
-      age = version - rollout.version[rollout.mask & new]
-      assert min(version, lag) <= age.min()
-      assert age.max() <= min(version, lag) + longest
+      rollout = step.estimated[0].rollout
+      age = version - rollout.version[rollout.mask]
+      assert min(version, LAG) <= age.min()
+      assert age.max() <= min(version, LAG) + 2
+      # Some tokens are older than the weights that completed the batch.
+      parked = age > min(version, LAG)
+      shares.append(step.row["rollout/off_policy_fraction"])
+      assert parked.mean() == pytest.approx(shares[-1])
+    assert shares[0] == 0 and max(shares) > 0.05
 
-  def test_a_batch_of_other_weights_is_refused(self, late, lag, whole):
+  def test_a_batch_of_other_weights_is_refused(self, late, whole):
     _, states = whole
     batch = states.batches[0]
     late.pipeline.check(batch, STEPS)
     for wrong in (STEPS - 1, STEPS + 1):
       with pytest.raises(RuntimeError, match=f"version {wrong} must be"):
         late.pipeline.check(batch, wrong)
+    responses = batch.responses
+    for change in (-3, 1):  # Too old, or newer than the batch.
+      rollout = responses.rollout
+      rollout = rollout.replace(version=rollout.version + change)
+      changed = batch.replace(responses=responses.replace(rollout=rollout))
+      with pytest.raises(RuntimeError, match=r"2\.\.4 updates old, got"):
+        late.pipeline.check(changed, STEPS)
 
 
 PLAIN = {
@@ -118,10 +111,9 @@ PLAIN = {
   params=[pytest.param("critic", marks=pytest.mark.slow), "environment"],
 )
 def plain(model, request):
-  settings = PLAIN | METHODS.get(request.param, NO_CRITIC)
-  if request.param == "environment":
-    settings |= {"environment__name": "calculator"}
-  return tiny_run.make_run(model, **settings)
+  talks = NO_CRITIC | {"environment__name": "calculator"}
+  settings = {"critic": {}, "environment": talks}[request.param]
+  return tiny_run.make_run(model, **PLAIN | settings)
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from helpers import tiny_run
 
-from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
+from jaxrl_llm import sampling
+from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.metrics import PhaseTimer
 from jaxrl_llm.rewards.exact import Verdict
 from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rollout import schedule
 from jaxrl_llm.rollout.schedule import RolloutSettings
 from jaxrl_llm.rollout.worker import RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
@@ -34,16 +36,14 @@ def length_of(sample_id):
 
 
 class Engine:
-  """Writes one token per response at a time; all responses have slots."""
+  """Writes one token per response at a time, in order of the rows."""
 
   config = EngineConfig(
     slots=8, max_prompt_length=4, max_response_length=LIMIT, stop_tokens=[1]
   )
 
-  def __init__(self, lengths=length_of):
-    self.stats = self.last_stats = EngineStats()
-    self.calls = []  # Sample ids per call.
-    self._length_of = lengths
+  def __init__(self, lengths, slots):
+    self.stats, self._length_of, self._slots = EngineStats(), lengths, slots
 
   def generate_window(
     self, params, requests, *, window, version, rule, **settings
@@ -51,12 +51,12 @@ class Engine:
     assert len(requests.lengths)
     rollout = jax.tree.map(np.array, requests)
     assert (rollout.status == Status.TRUNCATED).all()
-    self.calls.append(rollout.sample_id.tolist())
     begins = rollout.lengths.copy()
     ends = np.asarray([self._length_of(i) for i in rollout.sample_id])
     while True:
       over = ended(rollout)
       active = ~over & (rollout.lengths - begins < window)
+      active &= np.cumsum(active) <= self._slots
       view = SchedulerView(
         slots=len(begins),
         waiting=np.zeros(len(begins), bool),
@@ -74,9 +74,7 @@ class Engine:
       rollout.version[rows, at] = version
       rollout.lengths[rows] += 1
       rollout.status[rollout.lengths >= ends] = int(Status.FINISHED)
-    tokens = int((rollout.lengths - begins).sum())
-    self.last_stats = EngineStats(tokens=tokens)
-    self.stats += self.last_stats
+    self.stats += EngineStats(tokens=int((rollout.lengths - begins).sum()))
     return rollout.replace(window_start=begins)
 
 
@@ -157,12 +155,13 @@ class Run:
     right=lambda i: i % 2 == 0,
     source=None,
     lengths=length_of,
+    slots=1000,
     **settings,
   ):
     settings = {"groups": 2, "group_size": 4} | settings
     settings.setdefault("in_flight", settings["groups"])
     self.settings = RolloutSettings(**settings)
-    self.engine, self.source = Engine(lengths), source or Source()
+    self.engine, self.source = Engine(lengths, slots), source or Source()
     self.pool = Pool(right)
     self.renew()
     self.state, self.source_state = self.worker.init(), self.source.init()
@@ -210,17 +209,6 @@ def waiting_ids(run):
   """Returns ids of responses without tokens."""
   store = run.state.store
   return [] if store is None else store.sample_id[store.lengths == 0].tolist()
-
-
-class TestWholeGroups:
-  def test_go_on_where_the_last_ones_ended(self):
-    run = Run(source=Source(with_gaps(3)))
-    drawn = [run.collect().batch.responses.rollout for _ in range(2)]
-    assert np.unique(drawn[0].example_id).tolist() == [1, 2]
-    assert np.unique(drawn[1].example_id).tolist() == [4, 5]
-    assert np.unique(drawn[1].group_id).tolist() == [2, 3]
-    assert run.source_state.position == 6 and run.state.store is None
-    assert ids_of(drawn[0]) + ids_of(drawn[1]) == list(range(16))
 
 
 class TestTries:
@@ -278,6 +266,8 @@ class TestOpening:
       assert not rollout.window_start.any()
       row = collected.batch.metrics
       assert row["rollout/response_length_mean"] == rollout.lengths.mean()
+      store = run.state.store
+      assert row["rollout/partial"] == store.mask.any(axis=1).sum()
     goes_on = run.state.store.mask.sum()
     assert goes_on and written + goes_on == run.engine.stats.tokens
 
@@ -352,35 +342,9 @@ class TestSecondLook:
     batch = collected.batch.responses.rollout
     assert batch.sample_id.tolist() == [*range(4, 12), *range(16, 25)]
 
-  def test_of_nothing_changes_nothing(self):
-    class Plain(Source):
-      again = PromptSource.again
-
-    runs = [Run(source=source) for source in (Plain(), Source())]
-    for _ in range(2):
-      one, other = (run.collect() for run in runs)
-      chex.assert_trees_all_equal(one.batch.responses, other.batch.responses)
-      assert one.batch.metrics == other.batch.metrics
-      assert "rollout/again" not in one.batch.metrics
-
 
 class TestMembers:
   """Windows: free slots take the next responses in order."""
-
-  def test_by_hand(self):
-    ends = [1] * 6 + [6, 6] + [6] * 100  # The first six end at once.
-    run = Run(window=1, lengths=ends.__getitem__)
-    first = run.collect()
-    assert ids_of(first.batch.responses) == list(range(8))
-    assert ids_of(run.state.store) == [6, 7] and waiting_ids(run) == []
-    # Six slots are free, for a group and a half: the last two wait.
-    second = run.collect()
-    assert ids_of(second.batch.responses) == [6, 7, *range(8, 14)]
-    assert waiting_ids(run) == [14, 15] and run.state.samples == 16
-    assert run.source_state == PromptSourceState(position=4, drawn=4)
-    # No slot is free, so nothing new begins.
-    assert ids_of(run.collect().batch.responses) == [6, 7, *range(8, 14)]
-    assert run.state.samples == 16 and waiting_ids(run) == [14, 15]
 
   @pytest.mark.parametrize("gap", [None, 3])
   @pytest.mark.parametrize("group_size", [1, 3, 4])
@@ -459,6 +423,38 @@ class TestState:
       chex.assert_trees_all_equal(one.state.store, other.state.store)
       assert [x.texts for x in one.judged] == [x.texts for x in other.judged]
     assert runs[0].pool.seen == runs[1].pool.seen
+
+
+class TestMaxStaleness:
+  def test_an_ended_response_ages_its_group(self):
+    # Response 2 ends in the first step, before response 3 has a slot.
+    lengths = [1, 1, 1, 6] + [1] * 10
+    run = Run(
+      stop="first_groups",
+      groups=1,
+      group_size=2,
+      in_flight=2,
+      max_staleness=1,
+      slots=3,
+      lengths=lengths.__getitem__,
+    )
+    for version, groups in enumerate([[0], [1], [2]]):
+      rollout = run.collect().batch.responses.rollout
+      assert np.unique(rollout.group_id).tolist() == groups
+      assert (version - rollout.version[rollout.mask]).max() <= 1
+
+
+class TestOwnRule:
+  @pytest.mark.parametrize("ended", [0, 1])
+  def test_one_that_halts_early_is_named(self, ended, monkeypatch):
+    rule = lambda missing, awaited: sampling.stop_after_groups(ended)
+    stop = schedule.Stop(groups=rule, responses=None)
+    monkeypatch.setitem(schedule.STOPS, "early", stop)
+    message = f"returned when {ended} of 2 groups had ended"
+    # The responses of the first group end at once.
+    run = Run(stop="early", lengths=lambda i: 1 if i < 4 else LIMIT)
+    with pytest.raises(InputError, match=message):
+      run.collect()
 
 
 class TestEachOnce:
@@ -606,11 +602,6 @@ class TestMixed:
     np.testing.assert_array_equal(
       mixed(responses.replace(judged=judged)), [0, 0, 1, 1, 1]
     )
-
-  def test_verdicts_count_not_rewards(self):
-    responses = self.make([0, 0], [1, 1])
-    responses = responses.replace(rewards=np.asarray([1.0, 0.5], np.float32))
-    assert not mixed(responses).any()
 
 
 def test_streams_of_randomness_differ():

@@ -7,14 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from scipy import stats
 
 from jaxrl_llm.sampling.choose import choose
 from jaxrl_llm.sampling.processors import Distribution
 from jaxrl_llm.sharding import make_mesh
 
-DRAWS = 10_000
-FEW = 2_000  # For tests without statistics.
+DRAWS = 2_000
 # One block; blocks of 128, which divide the vocabulary; and blocks of 256 with
 # a padded last one, since no block size divides a prime.
 SIZES = (23, 256, 640, 701)
@@ -79,19 +77,6 @@ def _exact(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
   return p / p.sum()
 
 
-def _p_value(tokens, p):
-  """Returns Pearson's p-value; tokens expected less than 5 times are pooled."""
-  counts = np.bincount(tokens, minlength=p.size)
-  expected = p * tokens.size
-  order = np.argsort(expected)
-  rare = order[np.cumsum(expected[order]) <= 5]
-  merge = lambda x: np.append(np.delete(x, rare), x[rare].sum())
-  counts, expected = merge(counts), merge(expected)
-  if expected[-1] == 0:
-    counts, expected = counts[:-1], expected[:-1]
-  return stats.chisquare(counts, expected).pvalue
-
-
 class TestLaw:
   @pytest.mark.parametrize("size", SIZES)
   @pytest.mark.parametrize("law", LAWS)
@@ -99,27 +84,21 @@ class TestLaw:
     settings = LAWS[law]
     p = _exact(_logits(size), **settings)
     tokens, logprobs = _draw(_uniform(), _logits(size), settings)
-    assert _p_value(tokens, p) > 1e-4
     assert p[tokens].min() > 0  # No filtered tokens.
     np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=1e-5)
-    # Stronger: every draw is the inverse CDF at its random number.
+    # Every draw is the inverse CDF at its random number.
     ends = np.cumsum(p)
     assert np.all(_uniform() <= ends[tokens] + 1e-6)
     assert np.all(_uniform() >= ends[tokens] - p[tokens] - 1e-6)
 
-  def test_the_statistic_notices_a_wrong_law(self):
-    tokens, _ = _draw(_uniform(), _logits(23), {"temperature": 1.1})
-    assert _p_value(tokens, _exact(_logits(23))) < 1e-4
-
   def test_slots_of_one_batch_keep_their_own_settings(self):
     laws = [*LAWS.values(), {"temperature": 0.0}]
-    which = np.arange(FEW) % len(laws)
-    uniform = _uniform()[:FEW]
+    which = np.arange(DRAWS) % len(laws)
     names = OFF.keys()
     mixed = {n: [(OFF | laws[i])[n] for i in which] for n in names}
-    got = _draw(uniform, _logits(256), mixed)
+    got = _draw(_uniform(), _logits(256), mixed)
     for i, law in enumerate(laws):
-      alone = _draw(uniform, _logits(256), law)
+      alone = _draw(_uniform(), _logits(256), law)
       for g, a in zip(got, alone):
         np.testing.assert_array_equal(g[which == i], a[which == i])
 
@@ -215,13 +194,13 @@ class TestEdges:
   def test_impossible_tokens_are_never_chosen(self, settings):
     rng = np.random.default_rng(1)
     # Each slot has a sparse distribution with weights of all magnitudes.
-    logits = rng.normal(0, 12, (FEW, 701)).astype(np.float32)
-    logits[rng.random(logits.shape) < rng.random((FEW, 1))] = -np.inf
+    logits = rng.normal(0, 12, (DRAWS, 701)).astype(np.float32)
+    logits[rng.random(logits.shape) < rng.random((DRAWS, 1))] = -np.inf
     logits[:, 350] = 0.0  # At least one token is possible.
-    uniform = _uniform()[:FEW].copy()
+    uniform = _uniform().copy()
     uniform[::3], uniform[1::3] = 0.0, ALMOST_ONE
     tokens, logprobs = _draw(uniform, logits, settings)
-    rows = np.arange(FEW)
+    rows = np.arange(DRAWS)
     assert np.all(np.isfinite(logits[rows, tokens]))
     assert np.all(np.isfinite(logprobs)) and np.all(logprobs <= 1e-6)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import configs, scripted, tiny
+from helpers import scripted, tiny
 from helpers.tiny_engine import (
   COMPILED,
   IDS,
@@ -81,11 +81,11 @@ class TestIndependence:
   def test_the_same_call_twice_is_identical(self):
     jax.tree.map(np.testing.assert_array_equal, generate(), expected())
 
-  def test_order_of_prompts(self):
+  def test_order_of_prompts_and_of_a_group(self):
     order = np.array([3, 0, 4, 2, 1])
-    out = generate(prompts=[PROMPTS[i] for i in order], ids=IDS[order])
-    which = np.arange(N * G).reshape(N, G)[np.argsort(order)].reshape(-1)
-    assert_same_responses(rows(out, which), expected())
+    ids = IDS[order, ::-1]
+    out = generate(prompts=[PROMPTS[i] for i in order], ids=ids)
+    assert_same_responses(rows(out, np.argsort(ids.reshape(-1))), expected())
 
   def test_batch_composition(self):
     # Other neighbours, and a single group next to idle slots.
@@ -94,29 +94,22 @@ class TestIndependence:
       which = np.arange(i * G, (i + 1) * G)
       assert_same_responses(out, rows(expected(), which))
 
-  def test_slot_within_a_group(self):
-    out = generate(ids=IDS[:, ::-1])
-    which = np.arange(N * G).reshape(N, G)[:, ::-1].reshape(-1)
-    assert_same_responses(rows(out, which), expected())
-
   def test_group_size_so_that_one_prefill_equals_one_each(self):
     prompts = [p for p in PROMPTS for _ in range(G)]
     out = generate(prompts=prompts, ids=IDS.reshape(-1, 1))
     assert_same_responses(out, expected())
 
-  # One slot; slots that grow by pages of 4; more slots than responses.
-  @pytest.mark.parametrize("slots, page_size", [(1, 16), (3, 4), (23, 64)])
+  # One slot that grows by pages of 4; more slots than responses.
+  @pytest.mark.parametrize("slots, page_size", [(1, 4), (23, 64)])
   def test_slots_and_pages(self, slots, page_size):
     own = make_engine(slots=slots, page_size=page_size)
     assert_same_responses(generate(own), expected())
 
-  @pytest.mark.parametrize("most", [1, 2, 5])
-  def test_rule(self, most):
-    """Inserts at most `most` at a time, with at most three busy slots."""
+  def test_rule(self):
+    """Inserts at most two at a time, with at most three busy slots."""
 
     def decide(view):
-      room = 3 - int(np.sum(view.active))
-      return Decision(insert=max(0, min(most, room)))
+      return Decision(insert=min(2, 3 - int(np.sum(view.active))))
 
     assert_same_responses(generate(rule=decide), expected())
 
@@ -163,10 +156,8 @@ class TestEnds:
 class TestDistribution:
   """The sampler draws from the distribution that the trainer computes."""
 
-  @pytest.mark.parametrize("temperature", [1.0, 0.7])
-  def test_sampler_equals_trainer(self, temperature):
-    settings = SamplingSettings(temperature=temperature)
-    out = generate(settings=settings)
+  def test_sampler_equals_trainer(self):
+    out = generate(settings=SamplingSettings(temperature=0.7))
     tokens, where = sequences(out)
     index = np.arange(N * G)[:, None]
     total = (out.prompt_lengths + out.lengths)[:, None]
@@ -181,7 +172,7 @@ class TestDistribution:
       targets=np.roll(tokens, -1, axis=1),
       mask=mask,
     )
-    trainer, _ = fns.logprobs(trained, rows, jnp.float32(temperature))
+    trainer, _ = fns.logprobs(trained, rows, jnp.float32(0.7))
     got = np.asarray(trainer.logprobs)[index, where - 1]
     np.testing.assert_allclose(
       np.where(out.mask, got, 0), out.behavior_logprobs, rtol=0, atol=1e-5
@@ -250,28 +241,16 @@ class TestCompilation:
     assert {pages for slots, pages in calls if slots < 64} == {sizes[0]}
     assert decode._cache_size() == len(set(calls)) <= 3
 
-  def test_the_32b_preset_decodes_by_three_programs(self):
-    config = configs.load("vapo", "qwen2.5-32b")
-    mesh = config.sampler.mesh
-    assert mesh.data * mesh.fsdp == 8 and not config.sampler.drafter
-    sizes = buckets.slot_buckets(config.sampler.slots, mesh.data * mesh.fsdp)
-    assert sizes == [2048, 512, 128]
-
 
 class TestBadInput:
   @pytest.mark.parametrize(
     "settings, message",
     [
-      ({"temperature": -0.1}, r"temperature=-0.1, expected .* in \[0, inf\)"),
-      ({"temperature": float("nan")}, "temperature=nan, expected"),
-      ({"temperature": float("inf")}, "temperature=inf, expected"),
+      ({"temperature": float("nan")}, r"temperature=nan, .* in \[0, inf\)"),
       ({"top_k": -1}, r"top_k=-1, expected .* in \[0, inf\)"),
-      ({"top_p": 0.0}, r"top_p=0.0, expected .* in \(0, 1\]"),
       ({"top_p": 1.5}, r"top_p=1.5, expected .* in \(0, 1\]"),
       ({"min_p": 1.0}, r"min_p=1.0, expected .* in \[0, 1\)"),
-      ({"max_new_tokens": 0}, r"max_new_tokens=0, .* in \[1, 20\]"),
       ({"max_new_tokens": 21}, r"max_new_tokens=21, .* in \[1, 20\]"),
-      ({"min_new_tokens": -1}, r"min_new_tokens=-1, .* in \[0, 20\]"),
       ({"min_new_tokens": 21}, r"min_new_tokens=21, .* in \[0, 20\]"),
       ({"min_new_tokens": 5, "max_new_tokens": 4}, r"tokens=5, .* in \[0, 4\]"),
       ({"logit_bias": {67: 1.0}}, "tokens 0..66 .*got 67: 1.0"),

@@ -24,13 +24,11 @@ def with_openings(tokens, lengths):
 
 
 class TestOpening:
-  @pytest.mark.parametrize(
-    ("fraction", "drafts"), [(0.0, 0), (0.5, 0), (0.5, 3)]
-  )
-  def test_the_rest_of_a_response_is_as_it_was(self, fraction, drafts):
+  @pytest.mark.parametrize("drafts", [0, 3])
+  def test_the_rest_of_a_response_is_as_it_was(self, drafts):
     # Its randomness depends on its token indices.
     whole = tiny_engine.expected()
-    given = (fraction * whole.lengths).astype(int)
+    given = whole.lengths // 2
     own = Engine(
       tiny_engine.engine().fns,
       dataclasses.replace(CONFIG, num_draft_tokens=drafts),

@@ -1,7 +1,6 @@
 """Requests that persist over steps: preempted, extended, aborted."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -54,32 +53,21 @@ def _preempting(engine, seed):
   return rule
 
 
-@functools.cache
-def _small_pages():
-  """An engine that schedules its requests after every four tokens."""
-  return tiny_engine.make_engine(page_size=4)
-
-
 class TestStep:
-  def test_add_and_step_until_empty_is_generate(self):
-    engine, prompts = scripted.engine(), _prompts(40)
-    engine.set_params((), 3)
-    rollout, requests = add(engine, prompts)
-    left = finish(engine)
-    scripted.check(rollout, prompts)
-    assert set(left) == set(requests) and len(left) == 40
-    np.testing.assert_array_equal(rollout.version[rollout.mask], 3)
-
   def test_requests_come_while_others_are_written(self):
     engine, prompts = scripted.engine(), _prompts(60, seed=1)
-    engine.set_params((), 0)
-    parts = []
+    engine.set_params((), 3)
+    parts, added, left = [], [], []
     for start in range(0, 60, 10):
-      parts.append(add(engine, prompts[start : start + 10])[0])
-      engine.step()
-    finish(engine)
+      rollout, requests = add(engine, prompts[start : start + 10])
+      parts.append(rollout)
+      added += requests
+      left += engine.step()
+    left += finish(engine)
+    assert set(left) == set(added) and len(left) == 60
     for i, rollout in enumerate(parts):
       scripted.check(rollout, prompts[10 * i : 10 * i + 10])
+      np.testing.assert_array_equal(rollout.version[rollout.mask], 3)
 
   def test_other_sampling_params_wait_their_turn(self):
     engine, prompts = scripted.engine(), _prompts(30)
@@ -93,17 +81,16 @@ class TestStep:
 
 
 class TestPreemption:
-  # Sixteen full slots need 112 pages, one response at most seven.
-  @pytest.mark.parametrize("pages", [7, 40])
-  def test_a_small_budget_gives_the_same_responses(self, pages):
-    engine = scripted.make_engine(slots=16, page_size=8, kv_pages=pages)
+  def test_a_small_budget_gives_the_same_responses(self):
+    # Sixteen full slots need 112 pages, one response at most seven.
+    engine = scripted.make_engine(slots=16, page_size=8, kv_pages=7)
     prompts = _prompts(60)
     scripted.check(scripted.generate(prompts, own=engine), prompts)
     assert engine.stats.preemptions > 0
-    assert max(call.kv_capacity for call in engine.trace) <= 8 * pages
+    assert max(call.kv_capacity for call in engine.trace) <= 8 * 7
 
   def test_at_any_moment_gives_the_same_tokens(self):
-    own = _small_pages()
+    own = tiny_engine.make_engine(page_size=4)  # A step is four tokens.
     out = tiny_engine.generate(own, rule=_preempting(own, 0))
     tiny_engine.assert_same_responses(out, tiny_engine.expected())
     assert own.last_stats.preemptions > 0
@@ -162,15 +149,14 @@ class TestPrefill:
 
   @pytest.mark.parametrize("count, calls", [(2, 1), (3, 2), (8, 4), (9, 1)])
   def test_has_as_much_padding_as_prompts_at_most(self, count, calls):
-    engine = scripted.make_engine(slots=16)
     prompts = _prompts(count)
-    out = scripted.generate(prompts, own=engine)
-    scripted.check(out, prompts)
-    assert engine.last_stats.prefill_calls == calls  # For 2 prompts or for 16.
+    scripted.check(scripted.generate(prompts), prompts)
+    # Each is for 2 prompts or for 16.
+    assert scripted.engine().last_stats.prefill_calls == calls
 
   def test_goes_on_without_one_and_with_one_under_new_weights(self):
-    engine = tiny_engine.make_engine(slots=16)
-    full = tiny_window.uncut()
+    engine, full = tiny_window.window_engine(), tiny_window.uncut()
+    engine.reset()  # Nothing is cached.
     call = {"engine": engine, "window": 5}
     first = tiny_window.write_window(None, range(4), **call)
     prompts = sum(map(len, tiny_window.PROMPTS))
@@ -238,12 +224,11 @@ class TestExtend:
     assert prefilled == (2 if extendable else length + 2)
 
   def test_equals_a_prefill_of_the_whole(self):
-    engine = tiny_engine.make_engine(slots=32)
-    runs = []
+    engine, runs = tiny_window.window_engine(), []
     for new_weights in (False, True):
       engine.set_params(tiny_engine.params(), 0)
       rollout = new_requests(
-        tiny_engine.PROMPTS, tiny_engine.IDS, range(5), engine.config
+        tiny_window.PROMPTS, tiny_window.IDS, range(4), engine.config
       )
       requests = engine.add(
         rollout, key=KEY, settings=SETTINGS, group_size=G, window=4

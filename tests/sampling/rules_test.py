@@ -109,10 +109,3 @@ class TestHalt:
     rest = tiny_engine.go_on(out)
     tiny_engine.assert_same_responses(rest, tiny_engine.rows(full, halted))
     np.testing.assert_array_equal(rest.window_start, out.lengths[halted])
-
-  def test_at_once_gives_rows_that_have_not_begun(self):
-    full = tiny_engine.expected()
-    out = tiny_engine.generate(rule=lambda view: Decision(halt=True))
-    assert not np.any(out.lengths) and not np.any(out.mask)
-    assert set(out.status) == {Status.TRUNCATED}
-    tiny_engine.assert_same_responses(tiny_engine.go_on(out), full)

@@ -5,15 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from helpers import tiny
 from helpers.tiny_engine import (
   SETTINGS,
   STOP,
-  G,
-  P,
   T,
   assert_same_responses,
   detokenize,
+  engine,
   expected,
   generate,
   go_on,
@@ -21,7 +19,6 @@ from helpers.tiny_engine import (
 )
 
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
-from jaxrl_llm.sampling.rules import Decision, continuous_batching
 from jaxrl_llm.sampling.stops import first_stop
 from jaxrl_llm.types import Status
 
@@ -58,12 +55,6 @@ class TestLogitBias:
     many = np.isin(out.tokens[out.mask], [7]).mean()
     assert many > np.isin(expected().tokens[expected().mask], [7]).mean()
 
-  def test_of_zero_changes_nothing(self):
-    settings = dataclasses.replace(SETTINGS, logit_bias={4: 0.0})
-    jax.tree.map(
-      np.testing.assert_array_equal, generate(settings=settings), expected()
-    )
-
 
 class TestMinNewTokens:
   def test_no_stop_token_comes_before(self):
@@ -79,7 +70,7 @@ class TestMinNewTokens:
   def test_is_over_all_windows(self):
     settings = dataclasses.replace(SETTINGS, min_new_tokens=9)
     whole = generate(settings=settings)
-    first = generate(settings=settings, rule=_two_steps())
+    first = generate(settings=settings, window=6)
     assert Status.TRUNCATED in first.status
     cut = first.status == Status.TRUNCATED
     out = go_on(first, settings=settings)
@@ -91,16 +82,6 @@ class TestMinNewTokens:
     np.testing.assert_array_equal(out.lengths, 7)
     assert set(out.status) == {Status.OVERLONG}
     assert not np.isin(out.tokens, STOP).any()
-
-
-def _two_steps():
-  steps = []
-
-  def decide(view):
-    steps.append(None)
-    return continuous_batching(view) if len(steps) < 3 else Decision(halt=True)
-
-  return decide
 
 
 class TestStopStrings:
@@ -143,12 +124,7 @@ class TestStopStrings:
     )
 
   def test_need_a_text(self):
-    own = Engine(
-      tiny.tiny_policy()[0],
-      EngineConfig(
-        slots=G, max_prompt_length=P, max_response_length=T, stop_tokens=STOP
-      ),
-    )
+    own = Engine(engine().fns, engine().config)
     with pytest.raises(ValueError, match="stop_strings=.*with detokenize"):
       generate(own, settings=SamplingSettings(stop_strings=("a",)))
 

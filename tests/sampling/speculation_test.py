@@ -6,19 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny, tiny_engine
+from helpers import tiny, tiny_engine, tiny_window
 from helpers.tiny_engine import STOP, T
 
 from jaxrl_llm.sampling import (
   Drafter,
   SamplingSettings,
-  new_requests,
   prompt_lookup,
   quantized_copy,
   speculation,
 )
 from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
-from jaxrl_llm.types import Status, join_rows
 
 PROMPTS, IDS = tiny_engine.PROMPTS[:3], tiny_engine.IDS[:3]
 SETTINGS = SamplingSettings(temperature=0.9, top_k=40, min_new_tokens=2)
@@ -61,12 +59,6 @@ def constant(token):
   return fixed(lambda state, count: jnp.full((len(state.length), count), token))
 
 
-def noise(state, count):
-  seed = jnp.sum(state.length)
-  shape = (len(state.length), count)
-  return jax.random.randint(jax.random.key(seed), shape, 0, 67)
-
-
 @functools.cache
 def oracle():
   """Drafts the tokens that will be drawn, from the expected responses."""
@@ -84,9 +76,7 @@ def oracle():
 
 
 DRAFTERS = {
-  "never drafts": constant(-1),
   "stops too early": constant(STOP[0]),
-  "noise": fixed(noise),
   "prompt lookup": prompt_lookup(ngram=1),
   "quantized copy": quantized_copy(tiny.tiny_policy()[0]),
 }
@@ -112,42 +102,11 @@ class TestResponses:
     same(generate(engine), expected())
 
   def test_cut_by_windows(self):
-    engine = make_engine(oracle(), 3)
-    cut = new_requests(PROMPTS, list(IDS), [0, 1, 2], engine.config)
-    ended = []
-    while len(cut.lengths):
-      rows = tiny_engine.go_on(cut, engine, SETTINGS, window=3)
-      going = np.asarray(rows.status) == Status.TRUNCATED
-      cut, done = (
-        jax.tree.map(lambda x, keep=keep: x[keep], rows)
-        for keep in (going, ~going)
-      )
-      ended.append(done)
-    rows = join_rows(ended)
-    order, wanted = np.argsort(rows.sample_id), expected()
-    np.testing.assert_array_equal(rows.tokens[order], wanted.tokens)
-    np.testing.assert_array_equal(rows.lengths[order], wanted.lengths)
-
-  @pytest.mark.slow
-  def test_every_random_number_gives_the_same_token(self):
-    """Four tokens, drawn often: drafting does not change the distribution."""
-    bias = {t: -np.inf for t in range(67) if t > 3}
-    drawn = {}
-    for token in (None, 2, -1):
-      drafter = () if token is None else (constant(token), 1)
-      drawn[token] = tiny_engine.generate(
-        make_engine(*drafter, slots=512),
-        [PROMPTS[2]],
-        np.arange(512).reshape(1, 512),
-        SamplingSettings(logit_bias=bias, max_new_tokens=2),
-      )
-    for rollout in drawn.values():
-      np.testing.assert_array_equal(rollout.tokens, drawn[None].tokens)
-      token, logprob = rollout.tokens[:, 0], rollout.behavior_logprobs[:, 0]
-      for t in np.unique(token):
-        share = np.exp(logprob[token == t][0])
-        error = np.sqrt(share * (1 - share) / 512)
-        assert abs((token == t).mean() - share) < 4 * error
+    engine = make_engine(DRAFTERS["quantized copy"], 3)
+    call = {"engine": engine, "window": 3}
+    rollout = tiny_window.write_window(None, range(tiny_window.N), **call)
+    rollout = tiny_window.to_the_end(rollout, **call)
+    same(rollout, tiny_window.uncut())
 
 
 class TestSteps:
@@ -159,7 +118,9 @@ class TestSteps:
 
   def test_no_draft_saves_nothing(self):
     engine = make_engine(constant(-1), 3, slots=12)
-    assert generate(engine).lengths.max() == engine.last_stats.decode_steps
+    rollout = generate(engine)
+    same(rollout, expected())
+    assert rollout.lengths.max() == engine.last_stats.decode_steps
 
   @pytest.mark.slow
   def test_a_copy_in_eight_bits_saves_most(self):

@@ -6,22 +6,17 @@ import numpy as np
 import pytest
 from helpers import tiny
 
-from jaxrl_llm import models, sharding, sync
+from jaxrl_llm import models, sync
 
 TOKENS = sync.parity_tokens(67, rows=4, length=10)  # Three pages per row.
 
 
-def _fns(dtype, trainer=None, sampler=None, cache=None):
-  config = tiny.tiny_config()
+def _fns(dtype, cache=None):
   return models.make_policy(
-    config,
+    tiny.tiny_config(),
     numerics=models.Numerics.all(dtype),
     sampler=models.Numerics.all(dtype, kv=cache),
     head_chunk=8,
-    sharding=trainer
-    and sharding.packed_kv_sharding(trainer, config.num_kv_heads),
-    sampler_sharding=sampler
-    and sharding.slot_sharding(sampler, config.num_kv_heads),
   )
 
 
@@ -43,26 +38,6 @@ def _check(dtype):
   return _make_check(fns, dtype), transfer, params
 
 
-def _own_meshes():
-  """Returns the tiny policy on a trainer's mesh, and a transfer to another."""
-  mesh = lambda devices, **sizes: sharding.make_mesh(
-    **sizes, devices=jax.devices()[devices]
-  )
-  trainer = mesh(slice(0, 4), data=1, fsdp=1, context=2, tensor=2)
-  sampler = mesh(slice(4, 8), data=2, fsdp=1, tensor=2)
-  fns = _fns(jnp.float32, trainer, sampler)
-  params = jax.device_get(tiny.tiny_policy()[1])
-  places = sharding.tree_shardings(params, trainer)
-  shapes = jax.eval_shape(lambda: params)
-  place = lambda mesh: sharding.tree_shardings(
-    jax.eval_shape(fns.for_sampling, shapes), mesh
-  )
-  transfer = sync.WeightTransfer(
-    fns.for_sampling, shapes, source=place(trainer), target=place(sampler)
-  )
-  return fns, jax.device_put(params, places), transfer
-
-
 class TestParityCheck:
   def test_float32_agrees_and_a_small_change_is_found(self):
     check, transfer, params = _check(jnp.float32)
@@ -71,6 +46,10 @@ class TestParityCheck:
     moved = transfer.send(params | {"final_norm": {"scale": scale}}, 1)
     with pytest.raises(sync.SyncError, match="version 1 differ .* than 1e-05"):
       check(params, moved)
+    scale = scale.at[2].set(jnp.nan)
+    broken = transfer.send(params | {"final_norm": {"scale": scale}}, 1)
+    with pytest.raises(sync.SyncError, match=r"nan \(relative\), more"):
+      check(params, broken)
 
   def test_bfloat16_agrees_and_other_weights_are_found(self):
     check, transfer, params = _check(jnp.bfloat16)
@@ -88,16 +67,9 @@ class TestParityCheck:
     with pytest.raises(sync.SyncError, match="version 3 differ .* than 0.07"):
       check(params, transfer.send(other, 3))
 
-  def test_nan_is_found(self):
-    check, transfer, params = _check(jnp.float32)
-    scale = params["final_norm"]["scale"].at[2].set(jnp.nan)
-    broken = transfer.send(params | {"final_norm": {"scale": scale}}, 1)
-    with pytest.raises(sync.SyncError, match=r"nan \(relative\), more"):
-      check(params, broken)
-
   def test_is_compiled_once(self):
-    fns, params, transfer = _own_meshes()
-    traced = []
+    _, transfer, params = _check(jnp.float32)
+    fns, traced = _fns(jnp.float32), []
 
     def decode(*arguments):
       traced.append("sampler")

@@ -1,31 +1,27 @@
 """Corrupted weight transfers are detected within a step of a real run."""
 
-import contextlib
 import dataclasses
 
 import pytest
 from helpers import tiny_mesh_run, tiny_run
 from helpers.tiny_mesh_run import Spy, recorded
 from helpers.tiny_run import with_config
+from helpers.tiny_tppo import newest
 
-from jaxrl_llm import checkpoint, sync
+from jaxrl_llm import sync
 from jaxrl_llm.trainer import loop
 
 WRONG = 2  # The version whose transfer goes wrong.
 
 
 @pytest.fixture(scope="module")
-def make_run(model):
-  """Name in MESHES -> run, each built and compiled once."""
-  return tiny_mesh_run.run_maker(model)
+def run(model):
+  """A run whose sampler has a separate mesh."""
+  return tiny_mesh_run.run_maker(model)("apart")
 
 
 def _skipped(transfer, run, params, version, old):
   return old
-
-
-def _reference(transfer, run, params, version, old):
-  return transfer.send(run.learner.initial_params(), version)
 
 
 def _stale(transfer, run, params, version, old):
@@ -52,43 +48,29 @@ def mutated(run, mutation):
 class TestMutations:
   """The transfer after step 2 is corrupted; step 3 must not be sampled."""
 
-  @pytest.mark.parametrize(
-    ("mutation", "message"),
-    [
-      (_reference, "\\(every leaf\\) of the sampler differs"),
-      (
-        _stale,
-        "^final_norm/scale \\(1 of .* leaves\\) .* at version 2, and also"
-        " differs from what was sent",
-      ),
-    ],
-  )
-  def test_each_is_found_within_a_step(
-    self, make_run, tmp_path, mutation, message
-  ):
-    run = with_config(
-      make_run("shared"), eval__every=4, sampler__parity_check_every=1
-    )
+  def test_a_stale_leaf_is_found_within_a_step(self, run, tmp_path):
+    run = with_config(run, eval__every=4, sampler__parity_check_every=1)
     run, rollouts = recorded(run)
+    message = r"^final_norm/scale \(1 of .* leaves\) .* at version 2"
     with pytest.raises(sync.SyncError, match=message) as error:
-      loop.train(mutated(run, mutation), tmp_path)
+      loop.train(mutated(run, _stale), tmp_path)
     assert "\n" not in str(error.value)
     rows = tiny_run.comparable(tmp_path)
     assert [row["step"] for row in rows] == [0, 1]
     assert len(rollouts) == 1 + WRONG  # An evaluation and two steps.
 
   @pytest.mark.parametrize("every", [2, 4])
-  def test_versions_are_compared_in_every_step(self, make_run, tmp_path, every):
+  def test_versions_are_compared_in_every_step(self, run, tmp_path, every):
     # WRONG is followed by an evaluation, or by a step.
-    run, rollouts = recorded(with_config(make_run("apart"), eval__every=every))
+    run, rollouts = recorded(with_config(run, eval__every=every))
     run = mutated(run, _skipped)
     with pytest.raises(sync.SyncError, match="holds version 1, .* version 2"):
       loop.train(run, tmp_path)
     assert len(rollouts) == 1 + WRONG
 
   @pytest.mark.slow
-  def test_the_next_start_sends_anew(self, make_run, tmp_path):
-    run, broken = make_run("shared"), tmp_path / "broken"
+  def test_the_next_start_sends_anew(self, run, tmp_path):
+    broken = tmp_path / "broken"
     run = with_config(run, sampler__parity_check_every=WRONG)
     with pytest.raises(sync.SyncError):
       loop.train(mutated(run, _stale), broken)
@@ -125,83 +107,37 @@ def counted(run):
   return dataclasses.replace(run, transfer=transfer), calls
 
 
-class TestPeriod:
-  """All weights are verified at every start and every few steps."""
+class TestChecks:
+  """Checksums and log-probs are compared at every start and when due."""
 
-  @pytest.mark.parametrize(("every", "first"), [(0, 1), (2, 2), (9, 1)])
-  def test_checksums_are_compared_when_due(
-    self, make_run, tmp_path, every, first
-  ):
-    run, calls = counted(make_run("apart"))
+  @pytest.mark.parametrize(("every", "due"), [(0, []), (2, [0, 2]), (9, [0])])
+  def test_pass_and_are_logged(self, run, tmp_path, every, due):
+    run, sums = counted(run)
     run = with_config(run, sampler__parity_check_every=every)
+    run, versions = checked(run)
     loop.train(with_config(run, run__steps=2), tmp_path)
-    assert len(calls) == first
-    loop.train(with_config(run, run__steps=3), tmp_path)
-    assert len(calls) == first + 1  # On resume.
-
-
-class TestParityCheck:
-  @pytest.mark.parametrize("name", ["shared", "apart"])
-  def test_passes_and_is_logged_when_due(self, make_run, tmp_path, name):
-    run, versions = checked(
-      with_config(make_run(name), sampler__parity_check_every=2)
-    )
-    loop.train(run, tmp_path)
-    assert versions == [0, 2, 4]
+    # The first checksums are compared even if the checks are off.
+    assert versions == due and len(sums) == max(1, len(due))
     errors = {
       row["step"]: row["sampler_trainer/parity_error"]
       for row in tiny_run.comparable(tmp_path)
       if "sampler_trainer/parity_error" in row
     }
-    assert list(errors) == versions
+    assert list(errors) == due
     assert all(0 <= error <= 1e-6 for error in errors.values())
-
-  def test_a_resumed_run_is_checked_at_its_start(self, make_run, tmp_path):
-    run, versions = checked(with_config(make_run("apart"), run__steps=2))
-    loop.train(run, tmp_path)
     loop.train(with_config(run, run__steps=3), tmp_path)
-    assert versions == [0, 2]
-    with contextlib.closing(
-      checkpoint.Checkpointer(tmp_path / "checkpoints", keep=2)
-    ) as saver:
-      _, weights = loop.restore(run, saver, 3)
-      assert weights.version == 3
+    assert versions == [*due, *([2] if every else [])]
+    assert len(sums) == max(1, len(due)) + 1
+    assert newest(run, tmp_path)[1].version == 3
 
-  def test_is_off_at_zero(self, make_run, tmp_path):
-    run, versions = checked(
-      with_config(
-        make_run("shared"), sampler__parity_check_every=0, run__steps=2
-      )
+  @pytest.mark.parametrize("version", [0, WRONG])
+  def test_a_refusal_stops_the_run(self, run, tmp_path, version):
+    run, rollouts = recorded(run)
+    run, _ = checked(
+      with_config(run, sampler__parity_check_every=WRONG), version
     )
-    loop.train(run, tmp_path)
-    assert versions == []
-    rows = tiny_run.comparable(tmp_path)
-    assert not any("sampler_trainer/parity_error" in row for row in rows)
-
-  def test_a_refusal_stops_the_run_before_the_next_sample(
-    self, make_run, tmp_path
-  ):
-    run, rollouts = recorded(make_run("shared"))
-    run, _ = checked(with_config(run, sampler__parity_check_every=WRONG), WRONG)
     with pytest.raises(sync.SyncError, match="refused"):
       loop.train(run, tmp_path)
-    assert len(rollouts) == 1 + WRONG
-
-  def test_a_sampler_that_means_something_else_writes_nothing(
-    self, make_run, tmp_path
-  ):
-    run, rollouts = recorded(make_run("apart"))
-    fns = run.learner.policy.fns
-
-    def shifted(params, memory, pages, tokens, positions, writing):
-      return fns.decode(params, memory, pages, tokens, positions // 2, writing)
-
-    check = sync.make_parity_check(
-      fns._replace(decode=shifted),
-      sync.parity_tokens(fns.config.vocab_size, rows=4, length=9),
-      tolerance=1e-5,
-      page_size=4,
-    )
-    with pytest.raises(sync.SyncError, match="version 0 differ"):
-      loop.train(dataclasses.replace(run, parity_check=check), tmp_path)
-    assert not rollouts and not tiny_run.comparable(tmp_path)
+    # Before the next sample; at the start, even before the evaluation.
+    assert len(rollouts) == (1 + version if version else 0)
+    assert len(tiny_run.comparable(tmp_path)) == version
