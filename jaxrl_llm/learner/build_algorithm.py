@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm import estimators, losses
 from jaxrl_llm.errors import InputError
@@ -134,6 +135,7 @@ def _chosen_parts(config: Groups) -> dict[str, Part]:
   """Returns the inputs whose computation depends on the method."""
   estimator, loss = config["estimator"], config["loss"]
   advantages = choices.ESTIMATORS[estimator["name"]](estimator)
+  advantages = _per_token("estimator.name", advantages)
   lambda_rule = choices.LAMBDA_RULES[estimator["lambda_schedule"]]
   normalize = choices.NORMALIZATIONS[estimator["normalize"]]
   if normalize is not None:
@@ -143,7 +145,7 @@ def _chosen_parts(config: Groups) -> dict[str, Part]:
   both = collections.ChainMap(estimator, loss)
   masks += [choices.MASKS[name] for name in choices.MASKS if both[name]]
   for without in masks:
-    mask = then(mask, part(without, both))
+    mask = _per_token("loss.masks", then(mask, part(without, both)))
   proximal = choices.PROXIMALS[config["off_policy"]["proximal"]]
   chosen = {
     "advantages": advantages,
@@ -158,6 +160,22 @@ def _chosen_parts(config: Groups) -> dict[str, Part]:
   if "values" in advantages.reads:  # A critic.
     chosen["returns"] = _returns(estimator["gamma"], estimator["lambda_value"])
   return chosen
+
+
+def _per_token(key: str, chosen: Part) -> Part:
+  """Refuses results of a user's part that are not per token."""
+
+  def checked(*arrays):
+    made = chosen.fn(*arrays)
+    if jnp.ndim(made) != 2:
+      raise InputError(
+        f"config.{key}: this part returned an array of shape"
+        f" {jnp.shape(made)}, not [B, T]; return a value for every token, such"
+        " as x[:, None] * mask"
+      )
+    return made
+
+  return chosen._replace(fn=checked)
 
 
 def _rewards(config: Groups) -> dict[str, Part]:

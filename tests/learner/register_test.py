@@ -165,6 +165,15 @@ class TestRegister:
     nothing = {k: 0 * batch.inputs[k] for k in ("weights", "nll/weights")}
     assert not batch.replace(inputs=batch.inputs | nothing).trains
 
+  def test_results_per_response_are_refused(self):
+    register.estimator("own", lambda rewards: rewards)
+    register.mask("own", lambda mask, rewards: rewards > 0)
+    for key, name in (("estimator__name", "own"), ("loss__masks", ("own",))):
+      made = make_algorithm(**{"estimator__name": "group", key: name})
+      said = rf"config.{key.replace('__', '.')}: .* \(\d+,\), not \[B, T\]"
+      with pytest.raises(InputError, match=said):
+        policy_batch(made)
+
   def test_an_input_that_nothing_gives_is_refused(self):
     register.estimator("own", lambda token_rewards, tokenz: token_rewards)
     register.loss("own", lambda logprobs, values: logprobs)
