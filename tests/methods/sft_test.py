@@ -129,7 +129,8 @@ class TestTokens:
 
   def test_long_ones_follow_on_long(self, tokenizer):
     fields = {"prompt": "2+2?", "completion": "12345"}  # Plus the end token.
-    assert make_source(tokenizer, fields, max_response_length=6).check([0])
+    source = make_source(tokenizer, fields, max_response_length=6)
+    assert source.check([0]) == [True]
     settings = {"max_response_length": 5}
     with pytest.raises(InputError, match="'data-1' has 6 tokens, the limit is"):
       make_source(tokenizer, fields, **settings).check([0])
