@@ -143,7 +143,13 @@ def critics(config: Any) -> Rules:
   worst -= reward.overlong_factor if reward.overlong_buffer else 0.0
   covered = value.low < worst < reward.correct < value.high
   several = value.ensemble and has_critic(config)
+  falls = config.optimizer.value.learning_rate_schedule != "constant"
+  longer = has_critic(config) and value.pretrain_steps > config.run.steps
   return [
+    (falls and longer,
+      "optimizer.value.learning_rate_schedule, value.pretrain_steps, run.steps",
+      "the learning rate of pretraining would be the last one after run.steps"
+      " batches; use 'constant', or raise run.steps"),
     (config.loss.clip_value and value.head == "categorical",
       "value.head, loss.clip_value",
       "a distribution over bins cannot be clipped; use clip_value=None or"

@@ -124,6 +124,14 @@ def test_tokens_of_agreement_are_dropped_and_ties_kept():
       {"value__head": "categorical", "value__high": 1.0},
       "must cover the rewards, -1 to 1",
     ),
+    (
+      {
+        "optimizer__value__learning_rate_schedule": "linear",
+        "value__pretrain_steps": 9,
+        "run__steps": 8,
+      },
+      "pretraining would be the last one after run.steps batches",
+    ),
   ],
 )
 def test_what_does_not_go_together_is_one_line(tmp_path, changes, problem):
