@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrl_llm import estimators, masked
 from jaxrl_llm.learner.algorithm import Algorithm
+from jaxrl_llm.learner.packing import next_power_of_two
 from jaxrl_llm.learner.state import TrainingBatch
 from jaxrl_llm.types import Experience, Origin, Rollout, Status
 
@@ -140,7 +141,8 @@ def _over_rows(
   Windows end a different number of responses in every step. Empty rows up to a
   power of two avoid compiling the function again each time.
   """
-  added = (1 << (len(arrays[0]) - 1).bit_length()) - len(arrays[0])
+  rows = len(arrays[0])
+  added = next_power_of_two(rows) - rows
   widths = lambda x: [(0, added)] + [(0, 0)] * (x.ndim - 1)
   return float(_jitted(function)(*(np.pad(x, widths(x)) for x in arrays)))
 

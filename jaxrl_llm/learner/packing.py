@@ -352,3 +352,11 @@ def place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
   rows, whole = sharding.along_batch(mesh, axis=1), sharding.replicated(mesh)
   places = jax.tree.map(lambda x: rows if x.ndim >= 3 else whole, batch)
   return processes.put(batch, places)
+
+
+def next_power_of_two(rows: int) -> int:
+  """Returns the smallest power of two that is at least `rows`.
+
+  Programs for arrays padded to it are compiled for few sizes.
+  """
+  return 1 << (rows - 1).bit_length()

@@ -17,7 +17,7 @@ from jaxrl_llm.learner import parts, providers
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.members import Companion, Frozen, Member
 from jaxrl_llm.learner.packer import Packer, View
-from jaxrl_llm.learner.packing import MiniBatch, place
+from jaxrl_llm.learner.packing import MiniBatch, next_power_of_two, place
 from jaxrl_llm.learner.state import (
   BatchArrays,
   LearnerSettings,
@@ -227,7 +227,7 @@ class Scorer:
     rows, names = len(responses.rewards), sorted(self.algorithm.leaves)
     given = providers.of_responses(responses, version, names, self.column)
     given |= {name: x for name, x in scores.items() if name in names}
-    size = 1 << (rows - 1).bit_length()
+    size = next_power_of_two(rows)
     if whole:
       size = self._packer.size or self.policy.settings.mini_batch
     size = np.lcm(sharding.batch_size_of(self.mesh), size)

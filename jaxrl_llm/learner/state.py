@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl_llm import sharding
 from jaxrl_llm.learner.optimizer import TrainState
-from jaxrl_llm.learner.packing import MiniBatch
+from jaxrl_llm.learner.packing import MiniBatch, next_power_of_two
 from jaxrl_llm.models import Params
 from jaxrl_llm.system import processes
 from jaxrl_llm.types import Experience, Responses, Rollout
@@ -114,7 +114,7 @@ class BatchArrays(Mapping):
     """
     ((arrays, _),) = self.parts
     # Mini-batches differ by at most one row, which must not recompile.
-    rows = np.resize(rows, 1 << (len(rows) - 1).bit_length())
+    rows = np.resize(rows, next_power_of_two(len(rows)))
     on_host = {k: x for k, x in arrays.items() if isinstance(x, np.ndarray)}
     there = {k: x for k, x in arrays.items() if k not in on_host}
     taken = {name: x[rows] for name, x in on_host.items()}

@@ -50,7 +50,7 @@ def surplus(rollout: Rollout, values: np.ndarray, *, keep: float) -> np.ndarray:
   for group in np.unique(rollout.group):
     rows = np.flatnonzero(rollout.group == group)
     # Rounding errors must not turn an integer into the next one.
-    count = math.ceil(keep * rows.size - 1e-9)
+    count = math.ceil(round(keep * rows.size, 9))
     drop[rows[balanced(last[rows], count)]] = False
   return drop
 

@@ -63,10 +63,21 @@ def choose(
   logits, *settings = distribution
   chex.assert_rank([uniform, logits], [1, 2])
   chex.assert_equal_shape([uniform, *settings])
-  given = jnp.full(uniform.shape, -1) if given is None else given
+  if given is None:
+    given = jnp.full(uniform.shape, -1, jnp.int32)
   arrays = logits, uniform, given, *settings
   if sharding is None:
     return _choose(*arrays)
+  return _choose_by_slots(sharding, *arrays)
+
+
+def _choose_by_slots(sharding, *arrays):
+  """Chooses on each device for some slots, with their whole vocabulary.
+
+  On its own, XLA gathers all logits on every GPU, and TPUs exchange sums in
+  each bisection.
+  """
+  logits, uniform, *_ = arrays
   mesh, slots = sharding.mesh, sharding.spec[0]
   if len(uniform) % context.num_shards(sharding, 0):
     slots = None
@@ -76,15 +87,15 @@ def choose(
     axes, parts = (), 1
 
   def on_device(*arrays):
-    """Chooses tokens for an equal part of the slots, and gathers them."""
     count = len(arrays[0])
-    more = lambda x: [(0, -count % parts), *[(0, 0)] * (x.ndim - 1)]
-    logits, *arrays = (jnp.pad(x, more(x), mode="edge") for x in arrays)
+    # Copies of the last slot: zeros would be settings that switch top-p on.
+    widths = lambda x: [(0, -count % parts), *[(0, 0)] * (x.ndim - 1)]
+    logits, *others = (jnp.pad(x, widths(x), mode="edge") for x in arrays)
     if parts > 1:
       logits = jax.lax.all_to_all(logits, axes, 0, 1, tiled=True)
-      mine = jax.lax.axis_index(axes)
-      arrays = (x.reshape(parts, -1)[mine] for x in arrays)
-    choice = _choose(logits, *arrays)
+      own = jax.lax.axis_index(axes)
+      others = (x.reshape(parts, -1)[own] for x in others)
+    choice = _choose(logits, *others)
     if parts > 1:
       choice = jax.lax.all_gather(choice, axes, tiled=True)
     return jax.tree.map(lambda x: x[:count], choice)
@@ -92,7 +103,7 @@ def choose(
   return jax.shard_map(
     on_device,
     mesh=mesh,
-    in_specs=(P(slots, axes), *[P(slots)] * 6),
+    in_specs=(P(slots, axes), *[P(slots)] * (len(arrays) - 1)),
     out_specs=P(slots),
     check_vma=False,  # Pallas kernels do not declare it.
   )(*arrays)

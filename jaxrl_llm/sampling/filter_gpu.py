@@ -15,11 +15,7 @@ from jaxrl_llm.sampling import choose
 _CHUNK, _WARPS = 4096, 8  # Vocabulary entries per iteration, and warps.
 
 
-def bounds(
-  weights: jax.Array,
-  top_k: jax.Array,
-  top_p: jax.Array,
-) -> jax.Array:
+def bounds(weights: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
   """Returns the smallest kept weight, float32 [S, 1]; 0 if all are kept.
 
   Args:
