@@ -142,9 +142,10 @@ def _over_rows(
   power of two avoid compiling the function again each time.
   """
   rows = len(arrays[0])
-  added = next_power_of_two(rows) - rows
-  widths = lambda x: [(0, added)] + [(0, 0)] * (x.ndim - 1)
-  return float(_jitted(function)(*(np.pad(x, widths(x)) for x in arrays)))
+  if added := next_power_of_two(rows) - rows:
+    widths = lambda x: [(0, added)] + [(0, 0)] * (x.ndim - 1)
+    arrays = tuple(np.pad(x, widths(x)) for x in arrays)
+  return float(_jitted(function)(*arrays))
 
 
 _jitted = functools.cache(jax.jit)

@@ -79,15 +79,15 @@ class Scoring:
   def policy(self) -> Scores:
     """Log-probs and entropies of the policy before the update.
 
-    `old_logprobs` and `entropies` [B, T], 0 where not scored, and `scored`,
-    bool [B]. If the algorithm reads neither, only the first mini-batch is
-    scored, to compare sampler and trainer; nothing is scored if the policy
-    sampled no token.
+    `old_logprobs` [B, T], 0 where not scored, `entropies` if the algorithm
+    reads them, and `scored`, bool [B]. If it reads neither, only the first
+    mini-batch is scored, to compare sampler and trainer; nothing is scored if
+    the policy sampled no token.
     """
-    out = {"old_logprobs": self.zeros(), "entropies": self.zeros()}
-    out["scored"] = np.zeros(len(self.rollout.lengths), bool)
     leaves = self.learner.algorithm.leaves
     read = {"old_logprobs", "entropies"} & (leaves | needs_of(leaves))
+    out = {name: self.zeros() for name in {"old_logprobs", *read}}
+    out["scored"] = np.zeros(len(self.rollout.lengths), bool)
     batches = self.mini_batches["policy"]
     if not read:
       own = self.rollout.mask & (self.rollout.origin == Origin.POLICY)
@@ -95,10 +95,11 @@ class Scoring:
     exact = self.learner.sampler_logprobs
     for batch in batches:
       out["scored"][batch.rows] = True
-      if exact is None or "entropies" in read:
+      if exact is None or "entropies" in out:
         scored, gather = self.packed("policy", batch), batch.layout.gather
         out["old_logprobs"][batch.rows] = gather(scored.logprobs)
-        out["entropies"][batch.rows] = gather(scored.entropy)
+        if "entropies" in out:
+          out["entropies"][batch.rows] = gather(scored.entropy)
     if exact is not None:
       rows = out["scored"]
       found = exact(self.state.params("policy"), take_rows(self.rollout, rows))

@@ -309,7 +309,7 @@ class _Collection:
   def _keep(self, *parts: Rollout | None) -> None:
     """Sets the store to the rows of all parts."""
     present = [part for part in parts if len(sample_ids(part))]
-    store = join_rows(present) if present else None
+    store = join_rows(present, copy=False) if present else None
     self.state = self.state.replace(store=store)
 
   def _begin(self, groups: int) -> None:
