@@ -250,6 +250,23 @@ def slot_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
   return NamedSharding(mesh, P(_present(SLOT_AXES, mesh), heads))
 
 
+def looked_up(place: NamedSharding, width: int) -> NamedSharding:
+  """Sharding of embeddings that are looked up where the table's columns are.
+
+  Each device has part of the width of all tokens of its group. An all-to-all
+  exchange then leads to `place`.
+
+  Args:
+    place: sharding of hidden states [R, C, width].
+    width: size of the last dimension.
+  """
+  split = _split("embed", width, place.mesh) or ()
+  axes = [(x,) if isinstance(x, str) else x or () for x in place.spec]
+  rest = [tuple(a for a in each if a not in split) for each in axes]
+  rest += [()] * (2 - len(rest))
+  return NamedSharding(place.mesh, P(*rest[:2], split))
+
+
 def packed_kv_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
   """Sharding of keys and values [R, C, K, d] in training."""
   heads = _split("heads", kv_heads, mesh)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
+from jaxrl_llm import sharding as sharding_lib
 from jaxrl_llm.errors import check_number
 from jaxrl_llm.models import adapters, experts, heads, rope
 from jaxrl_llm.models import layers as layers_lib
@@ -104,11 +105,21 @@ def make_module(
 
 
 def embed(
-  params: Params, tokens: chex.Array, config: ModelConfig, numerics: Numerics
+  params: Params,
+  tokens: chex.Array,
+  config: ModelConfig,
+  numerics: Numerics,
+  place: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
-  """Returns the embeddings [..., D] of tokens."""
+  """Returns the embeddings [R, C, D] of tokens, with a sharding if given."""
   module = make_module("embed", config, numerics, params["embed"])
-  return module(tokens, numerics.activations)
+  x = module(tokens, numerics.activations)
+  if place is None:
+    return x
+  # Without the first step, XLA may replicate the embeddings of all tokens.
+  for each in (sharding_lib.looked_up(place, config.hidden_size), place):
+    x = jax.lax.with_sharding_constraint(x, each)
+  return x
 
 
 def final_norm(
@@ -286,10 +297,10 @@ def states(
       sums |= {name: sums.get(name, 0) + term for name, term in aux.items()}
     return x, sums
 
-  x = embed(params, packed.tokens, config, numerics)
+  x = embed(params, packed.tokens, config, numerics, sharding)
   if extra_embeddings is not None:
-    x += extra_embeddings.astype(x.dtype)
-  x, aux = jax.lax.scan(period, pin(x), (stacked, choices))
+    x = pin(x + extra_embeddings.astype(x.dtype))
+  x, aux = jax.lax.scan(period, x, (stacked, choices))
   return x, {name: jnp.sum(terms, axis=0) for name, terms in aux.items()}
 
 

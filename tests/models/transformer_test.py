@@ -3,14 +3,17 @@
 import dataclasses
 import functools
 import re
+import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import packed, tiny
+from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm import models
+from jaxrl_llm import models, sharding
 from jaxrl_llm.models import attention, decoding, kernels, numerics, transformer
 
 T = 11
@@ -179,6 +182,29 @@ class TestSamplerDtype:
     )
     close(d_x, g @ kernel.T)
     close(d_kernel, np.einsum("bti,bto->io", x, g))
+
+
+class TestEmbed:
+  def test_devices_exchange_embeddings_without_replicating_them(self, capfd):
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    place = functools.partial(jax.sharding.NamedSharding, mesh)
+    rows, columns = place(P(("data", "fsdp"))), place(P("tensor", "fsdp"))
+    table = jnp.arange(48.0 * 24).reshape(48, 24) / 999
+    tokens = np.arange(8 * 10, dtype=np.int32).reshape(8, 10) % 48
+
+    def loss(table, tokens, once, at):
+      params = {"embed": {"embedding": table}}
+      x = transformer.embed(params, tokens, CONFIG, models.Numerics(), at)
+      return jnp.sum(jnp.sin(x)) + 0 * once
+
+    of = jax.jit(jax.value_and_grad(loss), static_argnums=(2, 3))
+    # XLA warns when it compiles, so not if it finds the program in a cache.
+    got = of(
+      *jax.device_put((table, tokens), (columns, rows)), time.time(), rows
+    )
+    assert "full rematerialization" not in capfd.readouterr().err
+    expected = of(table, tokens, 0.0, None)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 class TestHidden:
