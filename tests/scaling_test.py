@@ -274,6 +274,14 @@ class TestEstimate:
     )
     assert one.flops == two.flops and one.sent < two.sent
 
+  def test_gradients_are_also_summed_over_data(self):
+    one, two = (
+      account.passes(self.sizes(data=data, fsdp=4), "value", update=True)[-1]
+      for data in (1, 2)
+    )
+    parameters = self.sizes().parameters
+    assert two.sent - one.sent == pytest.approx(4 * parameters / 4)
+
   def test_what_is_kept_is_not_computed_again(self):
     flops, kept = {}, {}
     for policy in ("full", "dots", "none"):

@@ -111,6 +111,9 @@ def passes(sizes: Sizes, role: str, *, update: bool) -> tuple[Work, ...]:
   # Gradients are reduce-scattered on GPUs, and all-reduced on TPUs.
   summed = 4 if sizes.gpu else 2 * 4
   sent = (gathers * 2 + update * summed * trained) * sizes.received
+  # Afterwards their parts are all-reduced over data.
+  own = sizes.gathered - sizes.received
+  sent += update * 2 * 4 * trained * (1 - 1 / sizes.mesh["data"]) * own
   sent += (gathers + update) * (1 - 1 / sizes.context) * keys
   ring = 2 * (sizes.tensor - 1) / sizes.tensor
   each = ring * 2 * tokens * model.hidden_size * model.num_layers
