@@ -413,6 +413,15 @@ class TestRepairs:
     assert opening == ("7+", "5=", "12", *";12+8=20;")
 
 
+def test_all_draws_of_a_prompt_share_a_baseline():
+  """Case: the last response has no verdict."""
+  rewards_ = np.array([1, 0, 0, 1, 5], np.float32)[:, None]
+  judged, ids = np.arange(5) < 4, np.array([7, 7, 7, 8, 7])
+  found = dars.by_example(rewards_, np.ones((5, 1), bool), ids, judged)
+  expected = [2 / 3, -1 / 3, -1 / 3, 0]
+  np.testing.assert_allclose(found[:4, 0], expected, atol=1e-6)
+
+
 def test_novelty_by_hand():
   rewards_ = np.array([1.0, 1.0, 0.0, 0.0], np.float32)[:, None]
   logprobs = np.array([-1.0, -3.0, -3.0, -1.0], np.float32)[:, None]
