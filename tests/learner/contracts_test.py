@@ -281,7 +281,9 @@ def test_positive_examples_are_whole_responses():
   # They reach the update together with the policy's tokens.
   layout = packing.make_layout(rollout, capacity=20, rows=1, micro_batches=3)
   batch = packing.MiniBatch(np.arange(3), layout, rollout)
-  batch = pack_policy(got, batch, make_algorithm())
+  # The mean over their tokens does not depend on the mode of the policy loss.
+  made = make_algorithm(loss__mode="seq-mean-token-sum")
+  batch = pack_policy(got, batch, made)
   np.testing.assert_array_equal(layout.gather(batch.mask), got["policy_mask"])
   np.testing.assert_array_equal(
     layout.gather(batch.packed.mask), got["policy_mask"] | got["positive_mask"]
