@@ -352,15 +352,16 @@ class TestHints:
       assert text == prompt.completion[: int(0.6 * len(prompt.completion))]
 
   def test_factor(self):
-    foreign = np.array([[0], [0], [0], [0], [1], [1], [1], [1]])
-    correct = np.array([1, 0, 0, 0, 1, 1, 1, 0], bool)
+    foreign = np.array([[0], [0], [0], [0], [1], [1], [1], [1], [1]])
+    correct = np.array([1, 0, 0, 0, 1, 1, 1, 0, 0], bool)
+    judged = np.arange(9) < 8
     rewards_ = correct.astype(np.float32)
-    means = np.repeat(rewards_.reshape(2, 4).mean(1), 4)
-    advantages = (rewards_ - means)[:, None]
-    found = adhint.hinted(advantages, foreign, correct, np.ones(8, bool))
+    means = np.repeat(rewards_[:8].reshape(2, 4).mean(1), 4)
+    advantages = np.append(rewards_[:8] - means, 0)[:, None]
+    found = adhint.hinted(advantages, foreign, correct, judged)
     # 1 + 0.75 - 0.25 for the effect of a hint.
     expected = [0.75 * 1.5, -0.25, -0.25, -0.25, 0.25, 0.25, 0.25, -0.75 * 1.5]
-    np.testing.assert_allclose(found[:, 0], expected, atol=1e-6)
+    np.testing.assert_allclose(found[:8, 0], expected, atol=1e-6)
 
 
 class TestRepairs:
@@ -423,17 +424,18 @@ def test_all_draws_of_a_prompt_share_a_baseline():
 
 
 def test_novelty_by_hand():
-  rewards_ = np.array([1.0, 1.0, 0.0, 0.0], np.float32)[:, None]
   logprobs = np.array([-1.0, -3.0, -3.0, -1.0], np.float32)[:, None]
+  advantages = np.array([0.5, 0.5, 0.2, -0.5], np.float32)[:, None]
   found = xrpo.sharpened(
-    rewards_ - 0.5,
-    rewards_[:, 0] == 1,
+    advantages,
+    np.arange(4) < 2,
     np.ones((4, 1), bool),
     np.zeros(4, int),
     logprobs,
   )
   # Scores minus their mean of -2: 1, -1, -1, 1; 1 - exp(-1) exceeds A = 0.5.
-  np.testing.assert_allclose(found[:, 0], [0.5, 1.0, -0.5, -0.5], atol=1e-6)
+  # An incorrect response gets none, even if its advantage is positive.
+  np.testing.assert_allclose(found[:, 0], [0.5, 1.0, 0.2, -0.5], atol=1e-6)
 
 
 def test_questions_too_long_in_one_context_are_dropped_in_all(model):
@@ -450,18 +452,18 @@ def test_questions_too_long_in_one_context_are_dropped_in_all(model):
 
 
 def test_inter_intra_by_hand():
-  token_rewards = np.array([1, 0, 1, 1, 0, 0], np.float32)[:, None]
+  token_rewards = np.array([1, 0, 1, 1, 0, 0, 0], np.float32)[:, None]
   found = nudge.inter_intra(
     token_rewards,
-    np.ones((6, 1), bool),
-    np.array([0, 0, 1, 1, 2, 2]),
-    np.array([5, 5, 5, 5, 9, 9]),
-    np.ones(6, bool),
+    np.ones((7, 1), bool),
+    np.array([0, 0, 1, 1, 2, 2, 7]),  # The last response is not judged.
+    np.array([5, 5, 5, 5, 9, 9, 5]),
+    np.arange(7) < 6,
     between=2.0,
   )
   # Means: 0.5 and 1.0 for the contexts, 0.75 for the prompt.
   expected = [0.0, -1.0, 0.5, 0.5, 0.0, 0.0]
-  np.testing.assert_allclose(found[:, 0], expected, atol=1e-6)
+  np.testing.assert_allclose(found[:6, 0], expected, atol=1e-6)
 
 
 RUNS = {
