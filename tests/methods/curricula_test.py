@@ -254,6 +254,20 @@ def test_dps_by_hand():
   )
 
 
+def test_dps_prefers_groups_that_were_mixed(model):
+  source = make("dps", model, {"explore": 0.0})
+  prompts, state = source.draw(source.init(), 6)
+  seen = [
+    answers(source, prompts[2 * k : 2 * k + 2], right)
+    for k, right in enumerate((0, 1, TRIES))
+  ]
+  for _ in range(2):  # The first transition is from unknown states.
+    state = source.observe(state, join_rows(seen))
+  again, _ = source.draw(state, 2)
+  mixed = {prompt.example_id for prompt in prompts[2:4]}
+  assert {prompt.example_id for prompt in again} == mixed
+
+
 @pytest.mark.parametrize(
   ("signal", "n", "expected"),
   [
@@ -280,6 +294,20 @@ class TestGdro:
     assert given.tolist() == [3, 6, 9, 14]
     variances = np.array([0.01, 0.05, 0.1, 0.25])
     assert np.mean(variances / given) == pytest.approx(0.010159, abs=5e-6)
+
+  def test_variances_and_tries_by_hand(self, model):
+    source = make("gdro", model, {"group_size": 6})
+    prompts, state = source.draw(source.init(), 2)
+    after = source.observe(state, answers(source, prompts, right=1))
+    # Halfway from 1/4 to 1/6 · 5/6, in the bin of the rate before, 1/2.
+    expected = np.where(np.arange(10) == 5, 0.1944, 0.25)
+    np.testing.assert_allclose(after.variance, expected, atol=1e-4)
+    rate = np.where(np.arange(POOL) % 2, 0.5, 0.05).astype(np.float32)
+    variance = np.where(np.arange(10) == 5, 1 / 4, 1 / 36)
+    prompts, _ = source.draw(state.replace(rate=rate, variance=variance), POOL)
+    # Standard deviations of 1/2 and 1/6.
+    tries = {prompt.example_id: prompt.tries for prompt in prompts}
+    assert tries == {i: 9 if i % 2 else 3 for i in range(POOL)}
 
   def test_a_step_has_a_fixed_number_of_tries(self, model):
     source = make("gdro", model, {"group_size": 8})
