@@ -73,7 +73,7 @@ class Loss(Group, path="loss"):
 
   name = Key("clip", Names("learner.choices:POLICY_LOSSES"),
     "Policy loss: 'clip' is PPO's, 'sapo_gate' a soft clip, 'likelihood' SFT's."
-    " 'dis' (SAO, IcePop), 'dppo_tv', 'dppo_kl' and 'kpop' reject single tokens"
+    " 'dis' (SAO), 'dppo_tv', 'dppo_kl' and 'kpop' reject single tokens"
     " that are far from the sampler, 'clip_off_policy_mask' (DeepSeek-V3.2)"
     " rejects responses; use these with off_policy.proximal='stored'.", FIXED)
   clip_low = Key(0.2, SHARE, "Clips the probability ratio from below at"

@@ -206,7 +206,7 @@ def rejection_policy_loss(
 
     L = -sg[min(ρ, cap)] A log π, and 0 where rejected;  ρ = π / π_old
 
-  The common form of DIS, IcePop, DPPO and KPop, which differ in `rejected`.
+  The common form of DIS, DPPO and KPop, which differ in `rejected`.
   The reduction weights are those of all tokens, so a rejected token still
   counts in the denominator.
 

@@ -2,12 +2,14 @@
 
     L = -sg[ρ] A log π, 0 where max(KL(π ‖ π_behav), KL(π_behav ‖ π)) > delta
 
-Differs from IcePop and DIS (`methods/sao.py`) in the mask: each KL is that of
-"this token or any other", so that rare tokens may change by a larger factor
-than frequent ones. Differs from DPPO in that the mask ignores the advantage.
+Differs from DIS (`methods/sao.py`) in the mask: each KL is that of "this token
+or any other", so that rare tokens may change by a larger factor than frequent
+ones. Differs from DPPO in that the mask ignores the advantage.
 
-We know it only from notes: taking the larger of the two KLs, and delta, are our
-interpretation.
+The authors mask by the policy before the update, as IcePop does, and keep PPO's
+clip; here the mask follows the current policy. They do not state delta.
+
+Reference: Guo et al. 2026 (KPop), https://ringtech.notion.site/kpop.
 """
 
 import chex

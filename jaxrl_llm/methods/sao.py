@@ -7,12 +7,12 @@ Differs from VAPO in this loss (DIS, "double-sided importance sampling"): the
 ratio of a token is taken against the policy that sampled it, without a
 recomputed policy in between, and tokens outside the bounds are dropped on
 either side, whatever the sign of their advantage. The rest of the method, which
-has a critic, is settings, see configs/sao.py. IcePop's mask has the bounds
-clip_low 0.5 and clip_high 4. `off_policy.correction='mask'` has the same mask,
-computed once at the start of the update.
+has a critic, is settings, see configs/sao.py. With clip_low 0.5 and clip_high 4
+it is the loss of INTELLECT-3. IcePop masks by the policy before the update and
+keeps PPO's clip: `off_policy.correction='mask'`.
 
-Reference: SAO 2026, arXiv:2607.07508; Ling Team 2025 (IcePop),
-arXiv:2510.18855.
+Reference: SAO 2026, arXiv:2607.07508; Prime Intellect 2025 (INTELLECT-3),
+arXiv:2512.16144.
 """
 
 import chex

@@ -32,17 +32,21 @@ def rollout_metrics(
   if judged is None or not judged.ended.any():
     return row
   judged = take_rows(judged, judged.ended)  # Without stopped responses.
-  rollout, correct = judged.rollout, judged.correct
+  rollout = judged.rollout
   lengths, overlong = rollout.lengths, rollout.status == Status.OVERLONG
   row |= _reward_metrics(judged) | {
     "reward/errors": float((~judged.judged).sum()),
     "rollout/response_length_mean": float(lengths.mean()),
     "rollout/response_length_max": float(lengths.max()),
-    "rollout/response_length_correct": _mean(lengths[correct]),
-    "rollout/response_length_incorrect": _mean(lengths[~correct]),
     "rollout/overlong_fraction": float(overlong.mean()),
   }
-  return row | (_group_metrics(judged) if over.all() else {})
+  # A response whose reward failed is neither correct nor incorrect.
+  judged = take_rows(judged, judged.judged)
+  lengths, correct = judged.rollout.lengths, judged.correct
+  for verdict, rows in {"correct": correct, "incorrect": ~correct}.items():
+    if rows.any():
+      row[f"rollout/response_length_{verdict}"] = float(lengths[rows].mean())
+  return row | (_group_metrics(judged) if over.all() and len(lengths) else {})
 
 
 def source_metrics(
@@ -60,7 +64,8 @@ def source_metrics(
     one = take_rows(judged, named == name)
     for metric, value in _reward_metrics(one).items():
       row[f"reward/{name}/{metric.removeprefix('reward/')}"] = value
-    row[f"rollout/{name}/response_length_mean"] = _mean(one.rollout.lengths)
+    mean = float(one.rollout.lengths.mean())
+    row[f"rollout/{name}/response_length_mean"] = mean
   return row
 
 
@@ -128,7 +133,7 @@ def conversation_metrics(
 
 
 def _group_metrics(responses: Responses) -> dict[str, float]:
-  """Returns fractions of solved groups; all responses must have ended."""
+  """Returns fractions of solved groups of ended and judged responses."""
   _, first, group = np.unique(
     responses.rollout.group_id, return_index=True, return_inverse=True
   )
@@ -141,7 +146,3 @@ def _group_metrics(responses: Responses) -> dict[str, float]:
     "rollout/solved_all": float((solved == 1).mean()),
     "rollout/zero_variance_groups": float((spread == 0).mean()),
   }
-
-
-def _mean(x: np.ndarray) -> float:
-  return float(x.mean()) if x.size else 0.0

@@ -17,7 +17,7 @@ from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.system import signals
 from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.validation import validate
-from jaxrl_llm.types import join_rows, take_rows
+from jaxrl_llm.types import Status, join_rows, take_rows
 
 WIDE = {
   "loss__clip_low": 0.999999,
@@ -114,6 +114,24 @@ class TestImportanceWeights:
     }
     loss = made.policy_loss(inputs).loss
     np.testing.assert_allclose(loss, [[-0.185]], rtol=1e-6)
+
+
+def test_a_rejected_token_counts_in_the_denominator():
+  """Otherwise, a mask would enlarge the step of the tokens that it keeps."""
+  made = make_algorithm(off_policy__correction="mask", off_policy__high=1.5)
+  rollout = tiny_experience.make_rollout()
+  given = np.where(rollout.mask, -1.0, 0.0)
+  given[0, 0] = -2.0  # exp(1) is rejected; the others have a weight of 1.
+  got = tiny_experience.make(
+    rollout=rollout.replace(behavior_logprobs=given.astype(np.float32)),
+    off_policy__correction="mask",
+  )
+  layout = packing.make_layout(rollout, capacity=20, rows=1, micro_batches=3)
+  batch = packing.MiniBatch(np.arange(3), layout, rollout)
+  batch = pack_policy(jax.device_get(got), batch, made)
+  weights = layout.gather(batch.inputs["weights"])
+  np.testing.assert_allclose(weights.sum(), 8 / 9, rtol=1e-6)
+  assert weights[0, 0] == 0
 
 
 class TestNothingToTrain:
@@ -251,20 +269,21 @@ class TestPretraining:
 
 def test_positive_examples_are_whole_responses():
   """The window contains only the end of a correct response."""
-  rollout = tiny_experience.make_rollout(window_start=np.asarray([2, 0, 0]))
-  mask = rollout.mask
-  got = jax.device_get(
-    tiny_experience.make(
-      rollout=rollout, rewards=(1.0, -1.0, -1.0), correct=(True, False, False)
-    )
+  rollout = tiny_experience.make_rollout(
+    window_start=np.asarray([2, 0, 0]),
+    status=np.asarray([Status.FINISHED, Status.FINISHED, Status.OVERLONG]),
   )
+  mask = rollout.mask
+  got = jax.device_get(tiny_experience.make(rollout=rollout))
   np.testing.assert_array_equal(got["positive_mask"][0], mask[0])
   np.testing.assert_array_equal(got["policy_mask"][0], [0, 0, 1, 1, 0])
   assert not got["positive_mask"][1:].any()
   # They reach the update together with the policy's tokens.
   layout = packing.make_layout(rollout, capacity=20, rows=1, micro_batches=3)
   batch = packing.MiniBatch(np.arange(3), layout, rollout)
-  batch = pack_policy(got, batch, make_algorithm())
+  # The mean over their tokens does not depend on the mode of the policy loss.
+  made = make_algorithm(loss__mode="seq-mean-token-sum")
+  batch = pack_policy(got, batch, made)
   np.testing.assert_array_equal(layout.gather(batch.mask), got["policy_mask"])
   np.testing.assert_array_equal(
     layout.gather(batch.packed.mask), got["policy_mask"] | got["positive_mask"]

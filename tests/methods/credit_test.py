@@ -107,6 +107,12 @@ class TestEvpo:
     expected = spread(outcome - outcome.mean(), mask)
     np.testing.assert_allclose(one["advantages"], expected, rtol=1e-5)
 
+  def test_equal_returns_have_no_advantage(self):
+    """There is nothing that a critic could explain."""
+    equal = {"rewards": np.zeros(12, np.float32)}
+    one = self.advantages("evpo", self.critic(1), equal)
+    assert not one["advantages"].any()
+
   def test_the_critic_is_trained_in_any_case(self):
     one = self.advantages("evpo", self.critic(-1))
     other = self.advantages("gae", self.critic(-1))

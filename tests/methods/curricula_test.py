@@ -254,6 +254,20 @@ def test_dps_by_hand():
   )
 
 
+def test_dps_prefers_groups_that_were_mixed(model):
+  source = make("dps", model, {"explore": 0.0})
+  prompts, state = source.draw(source.init(), 6)
+  seen = [
+    answers(source, prompts[2 * k : 2 * k + 2], right)
+    for k, right in enumerate((0, 1, TRIES))
+  ]
+  for _ in range(2):  # The first transition is from unknown states.
+    state = source.observe(state, join_rows(seen))
+  again, _ = source.draw(state, 2)
+  mixed = {prompt.example_id for prompt in prompts[2:4]}
+  assert {prompt.example_id for prompt in again} == mixed
+
+
 @pytest.mark.parametrize(
   ("signal", "n", "expected"),
   [
@@ -280,6 +294,20 @@ class TestGdro:
     assert given.tolist() == [3, 6, 9, 14]
     variances = np.array([0.01, 0.05, 0.1, 0.25])
     assert np.mean(variances / given) == pytest.approx(0.010159, abs=5e-6)
+
+  def test_variances_and_tries_by_hand(self, model):
+    source = make("gdro", model, {"group_size": 6})
+    prompts, state = source.draw(source.init(), 2)
+    after = source.observe(state, answers(source, prompts, right=1))
+    # Halfway from 1/4 to 1/6 · 5/6, in the bin of the rate before, 1/2.
+    expected = np.where(np.arange(10) == 5, 0.1944, 0.25)
+    np.testing.assert_allclose(after.variance, expected, atol=1e-4)
+    rate = np.where(np.arange(POOL) % 2, 0.5, 0.05).astype(np.float32)
+    variance = np.where(np.arange(10) == 5, 1 / 4, 1 / 36)
+    prompts, _ = source.draw(state.replace(rate=rate, variance=variance), POOL)
+    # Standard deviations of 1/2 and 1/6.
+    tries = {prompt.example_id: prompt.tries for prompt in prompts}
+    assert tries == {i: 9 if i % 2 else 3 for i in range(POOL)}
 
   def test_a_step_has_a_fixed_number_of_tries(self, model):
     source = make("gdro", model, {"group_size": 8})
@@ -352,15 +380,16 @@ class TestHints:
       assert text == prompt.completion[: int(0.6 * len(prompt.completion))]
 
   def test_factor(self):
-    foreign = np.array([[0], [0], [0], [0], [1], [1], [1], [1]])
-    correct = np.array([1, 0, 0, 0, 1, 1, 1, 0], bool)
+    foreign = np.array([[0], [0], [0], [0], [1], [1], [1], [1], [1]])
+    correct = np.array([1, 0, 0, 0, 1, 1, 1, 0, 0], bool)
+    judged = np.arange(9) < 8
     rewards_ = correct.astype(np.float32)
-    means = np.repeat(rewards_.reshape(2, 4).mean(1), 4)
-    advantages = (rewards_ - means)[:, None]
-    found = adhint.hinted(advantages, foreign, correct, np.ones(8, bool))
+    means = np.repeat(rewards_[:8].reshape(2, 4).mean(1), 4)
+    advantages = np.append(rewards_[:8] - means, 0)[:, None]
+    found = adhint.hinted(advantages, foreign, correct, judged)
     # 1 + 0.75 - 0.25 for the effect of a hint.
     expected = [0.75 * 1.5, -0.25, -0.25, -0.25, 0.25, 0.25, 0.25, -0.75 * 1.5]
-    np.testing.assert_allclose(found[:, 0], expected, atol=1e-6)
+    np.testing.assert_allclose(found[:8, 0], expected, atol=1e-6)
 
 
 class TestRepairs:
@@ -413,18 +442,28 @@ class TestRepairs:
     assert opening == ("7+", "5=", "12", *";12+8=20;")
 
 
+def test_all_draws_of_a_prompt_share_a_baseline():
+  """Case: the last response has no verdict."""
+  rewards_ = np.array([1, 0, 0, 1, 5], np.float32)[:, None]
+  judged, ids = np.arange(5) < 4, np.array([7, 7, 7, 8, 7])
+  found = dars.by_example(rewards_, np.ones((5, 1), bool), ids, judged)
+  expected = [2 / 3, -1 / 3, -1 / 3, 0]
+  np.testing.assert_allclose(found[:4, 0], expected, atol=1e-6)
+
+
 def test_novelty_by_hand():
-  rewards_ = np.array([1.0, 1.0, 0.0, 0.0], np.float32)[:, None]
   logprobs = np.array([-1.0, -3.0, -3.0, -1.0], np.float32)[:, None]
+  advantages = np.array([0.5, 0.5, 0.2, -0.5], np.float32)[:, None]
   found = xrpo.sharpened(
-    rewards_ - 0.5,
-    rewards_[:, 0] == 1,
+    advantages,
+    np.arange(4) < 2,
     np.ones((4, 1), bool),
     np.zeros(4, int),
     logprobs,
   )
   # Scores minus their mean of -2: 1, -1, -1, 1; 1 - exp(-1) exceeds A = 0.5.
-  np.testing.assert_allclose(found[:, 0], [0.5, 1.0, -0.5, -0.5], atol=1e-6)
+  # An incorrect response gets none, even if its advantage is positive.
+  np.testing.assert_allclose(found[:, 0], [0.5, 1.0, 0.2, -0.5], atol=1e-6)
 
 
 def test_questions_too_long_in_one_context_are_dropped_in_all(model):
@@ -441,18 +480,18 @@ def test_questions_too_long_in_one_context_are_dropped_in_all(model):
 
 
 def test_inter_intra_by_hand():
-  token_rewards = np.array([1, 0, 1, 1, 0, 0], np.float32)[:, None]
+  token_rewards = np.array([1, 0, 1, 1, 0, 0, 0], np.float32)[:, None]
   found = nudge.inter_intra(
     token_rewards,
-    np.ones((6, 1), bool),
-    np.array([0, 0, 1, 1, 2, 2]),
-    np.array([5, 5, 5, 5, 9, 9]),
-    np.ones(6, bool),
+    np.ones((7, 1), bool),
+    np.array([0, 0, 1, 1, 2, 2, 7]),  # The last response is not judged.
+    np.array([5, 5, 5, 5, 9, 9, 5]),
+    np.arange(7) < 6,
     between=2.0,
   )
   # Means: 0.5 and 1.0 for the contexts, 0.75 for the prompt.
   expected = [0.0, -1.0, 0.5, 0.5, 0.0, 0.0]
-  np.testing.assert_allclose(found[:, 0], expected, atol=1e-6)
+  np.testing.assert_allclose(found[:6, 0], expected, atol=1e-6)
 
 
 RUNS = {

@@ -94,8 +94,12 @@ class TestHapo:
     logits = 3.0 * rng.normal(size=(6, 19)).astype(np.float32)
     temperature = np.linspace(0.6, 1.4, 6, dtype=np.float32)
     before = np.abs(noise(14))
-    mask = np.ones(before.shape, bool)
-    statistics = estimators.entropy_statistics(before, mask)
+    made = make_algorithm(sampler__entropy_tau=0.05)
+    scored = {  # Half of the tokens are not trained on.
+      "entropies": np.stack([before, 9.0 + before]),
+      "policy_mask": np.stack([before >= 0, before < 0]),
+    }
+    statistics = made.processors["entropy_tau"].state(scored)
     actual = self.make_temperature(0.05)(logits, temperature, statistics)
     # By hand, in float64.
     logs = np.sort(np.log(before.astype(np.float64)), axis=None)

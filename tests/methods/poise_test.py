@@ -41,5 +41,7 @@ def test_its_gradient_is_unbiased_and_that_of_own_features_is_not():
 def test_trains_and_resumes_bit_for_bit(model, tmp_path):
   settings = {"estimator__name": "cross_probe", "schedule__lag": 1}
   rows = doors.train(model, tmp_path / "run", **settings)
+  # The first prediction is 0, and every reward is -1.
+  assert rows[1]["poise/loss"] == pytest.approx(1.0, abs=0.1)
   assert 0 < rows[2]["poise/loss"] < rows[1]["poise/loss"]
   assert rows[2]["poise/grad_norm"] > 0

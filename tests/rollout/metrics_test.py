@@ -66,7 +66,7 @@ class TestRolloutMetrics:
     assert row["rollout/response_length_mean"] == 5
     assert row["rollout/response_length_max"] == 9
     assert row["rollout/response_length_correct"] == 4
-    np.testing.assert_allclose(row["rollout/response_length_incorrect"], 16 / 3)
+    assert row["rollout/response_length_incorrect"] == 5.5
     assert row["rollout/overlong_fraction"] == 0.25
     # One of two responses solved prompt 0, none solved prompt 1.
     assert row["rollout/solved_none"] == 0.5
@@ -112,7 +112,9 @@ class TestRolloutMetrics:
     made = make_responses(ENDED, judged=np.zeros(4, bool))
     row = report(made)
     assert row["reward/errors"] == 4
-    assert not {"reward/mean", "reward/accuracy"} & set(row)
+    assert row["rollout/response_length_mean"] == 5
+    absent = "reward/mean", "reward/accuracy", "rollout/solved_none"
+    assert not {*absent, "rollout/response_length_incorrect"} & {*row}
 
   def test_what_has_not_ended_has_no_verdict(self):
     status = [Status.FINISHED, Status.TRUNCATED, Status.TRUNCATED, 0]
@@ -130,8 +132,17 @@ class TestRolloutMetrics:
   def test_nobody_was_right(self):
     responses = make_responses(ENDED).replace(correct=np.zeros(4, bool))
     row = report(responses)
-    assert row["rollout/response_length_correct"] == 0
+    assert "rollout/response_length_correct" not in row
+    assert row["rollout/response_length_incorrect"] == 5
     assert row["rollout/solved_none"] == 1
+
+  def test_a_failed_reward_is_no_verdict_of_its_group(self):
+    # A failed reward is that of an incorrect response.
+    judged = np.asarray([True, False, True, True])
+    row = report(make_responses(ENDED, judged=judged))
+    assert row["rollout/response_length_incorrect"] == 3.5
+    assert row["rollout/solved_all"] == row["rollout/solved_none"] == 0.5
+    assert row["rollout/zero_variance_groups"] == 1
 
   def test_discarded_groups_count(self):
     whole = make_responses(ENDED)
