@@ -217,7 +217,10 @@ def _refuse_unsupported(
   """Rejects files that would load but describe a different computation."""
   family = families.get(config.family)
   values = family.respelled(values)
-  supported = {"architectures": ([family.architecture], None)}
+  supported = {
+    "architectures": ([family.architecture], None),
+    "is_causal": (True, None),
+  }
   for key, allowed in (supported | family.supported(config)).items():
     if values.get(key) not in allowed:
       raise InputError(

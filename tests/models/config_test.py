@@ -294,6 +294,7 @@ smollm2 | "architectures": ["Llama\\nEvil"] | architectures
 smollm2 | "hidden_act": "gelu" | hidden_act
 smollm2 | "hidden_act": "-" | hidden_act
 qwen2 | "use_sliding_window": true | use_sliding_window
+gemma3 | "is_causal": false | is_causal
 qwen3 | "layer_types": ["full_attention", "sliding_attention"] | layer_types
 qwen2 | "quantization_config": {"quant_method": "gptq"} | quantization_config
 qwen2 | "rope_theta": "-" | rope_theta
