@@ -343,6 +343,15 @@ class TestChat:
     tokenizer = with_template(tmp_path, template)
     assert tokenizer.decode(tokenizer.apply_chat([])) == "None"
 
+  def test_templates_may_mark_answers_and_write_a_date(self, tmp_path):
+    template = (  # Like SmolLM3's.
+      "{{ strftime_now('%d %B %Y') }}{% for m in messages %}{% generation %}"
+      "{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    tokenizer = with_template(tmp_path, template)
+    tokens = tokenizer.apply_chat([{"role": "assistant", "content": "!"}] * 2)
+    assert tokenizer.decode(tokens) == "26 July 2024!!"
+
   def test_no_template(self, tmp_path):
     tokenizer = Tokenizer(character(tmp_path))
     with pytest.raises(InputError, match="has no chat template"):
