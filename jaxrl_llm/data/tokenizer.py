@@ -77,6 +77,7 @@ class Tokenizer:
     self.stop_tokens, self.eos_id = eos, eos[0]
     self.bos_id = bos[0] if bos else None
     self.chat_template = _chat_template(directory, configs[-1])
+    self._token_config = configs[-1]
     plain.encode_special_tokens = True
     self._plain = plain
     self._special = {
@@ -229,9 +230,11 @@ class Tokenizer:
       # None, not undefined, as in transformers: templates test for either.
       "tools": None,
       "documents": None,
-      "bos_token": spelling.get(self.bos_id, ""),
-      "eos_token": spelling.get(self.eos_id, ""),
     }
+    # Undefined if the tokenizer has none, also if config.json has one (Qwen).
+    for name, i in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
+      content = _content(self._token_config.get(name, spelling.get(i)))
+      known |= {} if content is None else {name: content}
     with as_input_error(
       f"{self.path}: the chat template failed",
       "check chat_template in tokenizer_config.json",
@@ -275,8 +278,7 @@ def _control_ids(
   """Returns the ids of a control token; () if no file specifies one."""
   *id_configs, token_config = configs
   named = [config.get(f"{kind}_token_id") for config in id_configs]
-  token = token_config.get(f"{kind}_token")
-  content = token.get("content") if isinstance(token, dict) else token
+  content = _content(token_config.get(f"{kind}_token"))
   if isinstance(content, str):
     named.append(tokenizer.token_to_id(content))
   found = next((found for found in named if found is not None), [])
@@ -288,6 +290,11 @@ def _control_ids(
         " correct config.json or generation_config.json"
       )
   return tuple(ids)
+
+
+def _content(token: Any) -> Any:
+  """Returns the text of a token in `tokenizer_config.json`."""
+  return token.get("content") if isinstance(token, dict) else token
 
 
 def _mark_special(tokenizer: tokenizers.Tokenizer, control: set[int]):
