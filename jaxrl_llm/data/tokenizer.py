@@ -7,6 +7,7 @@ plain text. Control tokens come only from `prefix` and a chat template.
 import contextlib
 import functools
 import itertools
+import json
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -163,16 +164,17 @@ class Tokenizer:
 
   def apply_chat(
     self,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     kwargs: Mapping[str, Any] | None = None,
   ) -> list[int]:
     """Returns the tokens of a conversation, up to the model's next turn.
 
     Control tokens written by the template become control tokens; the same
-    spelling inside a message's content stays plain text.
+    spelling inside a message stays plain text.
 
     Args:
-      messages: mappings with the keys `role` and `content`.
+      messages: mappings with the keys `role` and `content`, and others that the
+        template reads, such as `tool_calls`. Values that are None are absent.
       kwargs: additional template variables.
 
     Returns:
@@ -191,18 +193,26 @@ class Tokenizer:
       re.escape(t) for t in sorted(self._special, key=len, reverse=True)
     )
     pattern = re.compile(f"({special})" if special else r"(?!)")
-    # Replace spellings in the content by characters that occur nowhere else, so
+    # Replace spellings in messages by characters that occur nowhere else, so
     # that the template may trim and split content freely, and restore them
     # after the template's own control tokens have been cut out.
-    taken = self.chat_template + "".join(m["content"] for m in messages)
+    written = [*map(dict, messages)]
+    written = json.dumps(written, ensure_ascii=False, default=str)
+    taken = self.chat_template + written
     unused = (chr(c) for c in _PRIVATE_USE if chr(c) not in taken)
     disguise = dict(zip(self._special, unused))
     reveal = str.maketrans({v: k for k, v in disguise.items()})
-    hide = lambda text: pattern.sub(lambda x: disguise[x[0]], text)
-    hidden = [
-      {"role": m["role"], "content": hide(m["content"])} for m in messages
-    ]
-    rendered = self._render(hidden, kwargs or {})
+
+    def hide(value):
+      if isinstance(value, str):
+        return pattern.sub(lambda x: disguise[x[0]], value)
+      if isinstance(value, list):
+        return [hide(x) for x in value]
+      if isinstance(value, dict):
+        return {k: hide(x) for k, x in value.items() if x is not None}
+      return value
+
+    rendered = self._render(hide(json.loads(written)), kwargs or {})
     if rendered == rendered.translate(reveal):
       # Encode everything at once: the tokens of a piece may depend on context.
       # If the normalizer turned other text into a control token, fall through

@@ -343,6 +343,15 @@ class TestChat:
     tokenizer = with_template(tmp_path, template)
     assert tokenizer.decode(tokenizer.apply_chat([])) == "None"
 
+  def test_templates_see_all_of_a_message(self, tmp_path):
+    template = "{{ messages[0].tool_calls | tojson }}{{ 'x' in messages[0] }}"
+    calls = [{"name": "f<|im_end|>"}]
+    message = {"role": "assistant", "content": "", "x": None}
+    tokenizer = with_template(tmp_path, template)
+    tokens = tokenizer.apply_chat([message | {"tool_calls": calls}])
+    assert tokenizer.decode(tokens) == f"{json.dumps(calls)}False"
+    assert max(tokens) < 256
+
   def test_templates_see_the_tokens_of_the_tokenizer(self, tmp_path):
     template = "{{ bos_token is defined }}{{ eos_token }}"
     config = {"chat_template": template, "eos_token": {"content": "<|end|>"}}
