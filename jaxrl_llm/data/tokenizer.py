@@ -170,7 +170,8 @@ class Tokenizer:
     """Returns the tokens of a conversation, up to the model's next turn.
 
     Control tokens written by the template become control tokens; the same
-    spelling inside a message stays plain text.
+    spelling inside a message stays plain text. A template that writes the date
+    gets 26 July 2024, so that prompts are the same on every day.
 
     Args:
       messages: mappings with the keys `role` and `content`, and others that the
