@@ -4,6 +4,7 @@ A template comes with a model and is untrusted code. Jinja's sandbox protects
 the machine, but not against filters or methods that never return.
 """
 
+import datetime
 import functools
 import json
 import resource
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jinja2
-from jinja2 import sandbox
+from jinja2 import ext, nodes, parser, sandbox
 
 from jaxrl_llm.system.workers import Worker, channels
 
@@ -21,6 +22,10 @@ _MAX_RENDERED_CHARS = 1 << 20
 _MEMORY_BYTES = 2**30  # Address space of the process.
 _CPU_S = 1  # CPU time per conversation.
 _DEADLINE_S = 600.0  # In case the process is never scheduled.
+
+# Date that templates write, the default of Llama 3.2. With the current date,
+# prompts would change when a run is resumed.
+_DATE = datetime.date(2024, 7, 26)
 
 _one_at_a_time = threading.Lock()
 
@@ -73,9 +78,23 @@ def _tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
   return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 
+class _Generation(ext.Extension):
+  """Renders the body of `generation`, by which templates mark answers."""
+
+  tags = {"generation"}
+
+  def parse(self, parser: parser.Parser) -> nodes.Node:
+    line = next(parser.stream).lineno
+    body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    return nodes.Scope(body, lineno=line)
+
+
 _ENVIRONMENT = sandbox.ImmutableSandboxedEnvironment(
-  trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+  trim_blocks=True,
+  lstrip_blocks=True,
+  extensions=["jinja2.ext.loopcontrols", _Generation],
 )
 _ENVIRONMENT.globals["raise_exception"] = _raise_exception
+_ENVIRONMENT.globals["strftime_now"] = _DATE.strftime
 _ENVIRONMENT.filters["tojson"] = _tojson
 _compile = functools.lru_cache(maxsize=8)(_ENVIRONMENT.from_string)

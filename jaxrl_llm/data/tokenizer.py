@@ -7,6 +7,7 @@ plain text. Control tokens come only from `prefix` and a chat template.
 import contextlib
 import functools
 import itertools
+import json
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -77,6 +78,7 @@ class Tokenizer:
     self.stop_tokens, self.eos_id = eos, eos[0]
     self.bos_id = bos[0] if bos else None
     self.chat_template = _chat_template(directory, configs[-1])
+    self._token_config = configs[-1]
     plain.encode_special_tokens = True
     self._plain = plain
     self._special = {
@@ -162,16 +164,18 @@ class Tokenizer:
 
   def apply_chat(
     self,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     kwargs: Mapping[str, Any] | None = None,
   ) -> list[int]:
     """Returns the tokens of a conversation, up to the model's next turn.
 
     Control tokens written by the template become control tokens; the same
-    spelling inside a message's content stays plain text.
+    spelling inside a message stays plain text. A template that writes the date
+    gets 26 July 2024, so that prompts are the same on every day.
 
     Args:
-      messages: mappings with the keys `role` and `content`.
+      messages: mappings with the keys `role` and `content`, and others that the
+        template reads, such as `tool_calls`. Values that are None are absent.
       kwargs: additional template variables.
 
     Returns:
@@ -190,18 +194,26 @@ class Tokenizer:
       re.escape(t) for t in sorted(self._special, key=len, reverse=True)
     )
     pattern = re.compile(f"({special})" if special else r"(?!)")
-    # Replace spellings in the content by characters that occur nowhere else, so
+    # Replace spellings in messages by characters that occur nowhere else, so
     # that the template may trim and split content freely, and restore them
     # after the template's own control tokens have been cut out.
-    taken = self.chat_template + "".join(m["content"] for m in messages)
+    written = [*map(dict, messages)]
+    written = json.dumps(written, ensure_ascii=False, default=str)
+    taken = self.chat_template + written
     unused = (chr(c) for c in _PRIVATE_USE if chr(c) not in taken)
     disguise = dict(zip(self._special, unused))
     reveal = str.maketrans({v: k for k, v in disguise.items()})
-    hide = lambda text: pattern.sub(lambda x: disguise[x[0]], text)
-    hidden = [
-      {"role": m["role"], "content": hide(m["content"])} for m in messages
-    ]
-    rendered = self._render(hidden, kwargs or {})
+
+    def hide(value):
+      if isinstance(value, str):
+        return pattern.sub(lambda x: disguise[x[0]], value)
+      if isinstance(value, list):
+        return [hide(x) for x in value]
+      if isinstance(value, dict):
+        return {k: hide(x) for k, x in value.items() if x is not None}
+      return value
+
+    rendered = self._render(hide(json.loads(written)), kwargs or {})
     if rendered == rendered.translate(reveal):
       # Encode everything at once: the tokens of a piece may depend on context.
       # If the normalizer turned other text into a control token, fall through
@@ -229,9 +241,11 @@ class Tokenizer:
       # None, not undefined, as in transformers: templates test for either.
       "tools": None,
       "documents": None,
-      "bos_token": spelling.get(self.bos_id, ""),
-      "eos_token": spelling.get(self.eos_id, ""),
     }
+    # Undefined if the tokenizer has none, also if config.json has one (Qwen).
+    for name, i in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
+      content = _content(self._token_config.get(name, spelling.get(i)))
+      known |= {} if content is None else {name: content}
     with as_input_error(
       f"{self.path}: the chat template failed",
       "check chat_template in tokenizer_config.json",
@@ -275,8 +289,7 @@ def _control_ids(
   """Returns the ids of a control token; () if no file specifies one."""
   *id_configs, token_config = configs
   named = [config.get(f"{kind}_token_id") for config in id_configs]
-  token = token_config.get(f"{kind}_token")
-  content = token.get("content") if isinstance(token, dict) else token
+  content = _content(token_config.get(f"{kind}_token"))
   if isinstance(content, str):
     named.append(tokenizer.token_to_id(content))
   found = next((found for found in named if found is not None), [])
@@ -288,6 +301,11 @@ def _control_ids(
         " correct config.json or generation_config.json"
       )
   return tuple(ids)
+
+
+def _content(token: Any) -> Any:
+  """Returns the text of a token in `tokenizer_config.json`."""
+  return token.get("content") if isinstance(token, dict) else token
 
 
 def _mark_special(tokenizer: tokenizers.Tokenizer, control: set[int]):

@@ -110,7 +110,6 @@ class ModelConfig:
     }
     return {
       **values,
-      **dict(self.extra),
       "architectures": [rules.architecture],
       "model_type": self.family,
       "hidden_act": "silu",
@@ -119,6 +118,7 @@ class ModelConfig:
       "eos_token_id": None,
       "pad_token_id": None,
       **rules.written,
+      **dict(self.extra),
     }
 
   @property
@@ -153,12 +153,13 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
   for field in _BOOLEANS:
     if type(values[field]) is not bool:
       yield field, f"must be true or false, got {show(values[field])}"
-  for field, fixed in families.get(family).fixed.items():
+  rules, extra = families.get(family), dict(values["extra"])
+  for field, fixed in rules.fixed.items():
     if values[field] is not fixed:
       yield field, f"must be {fixed} in family {family}"
-  extra = dict(values["extra"])
-  for key, (low, high) in families.get(family).extra.items():
-    if problem := range_problem(extra.get(key), low, high):
+  for key, (low, high) in rules.extra.items():
+    absent = extra.get(key) is None and key in rules.optional
+    if problem := not absent and range_problem(extra.get(key), low, high):
       yield key, problem
   heads, kv_heads = values["num_heads"], values["num_kv_heads"]
   if heads % kv_heads:
@@ -217,7 +218,10 @@ def _refuse_unsupported(
   """Rejects files that would load but describe a different computation."""
   family = families.get(config.family)
   values = family.respelled(values)
-  supported = {"architectures": ([family.architecture], None)}
+  supported = {
+    "architectures": ([family.architecture], None),
+    "is_causal": (True, None),
+  }
   for key, allowed in (supported | family.supported(config)).items():
     if values.get(key) not in allowed:
       raise InputError(

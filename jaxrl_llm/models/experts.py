@@ -24,6 +24,7 @@ References:
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -109,7 +110,8 @@ def choices_shape(config: ModelConfig) -> jax.ShapeDtypeStruct:
       "config.model.replay_routing=True: this model has no experts; set it to"
       " False"
     )
-  dtype = jnp.int8 if of[0].num_experts <= 128 else jnp.int16
+  largest = max(kind.num_experts for kind in of)
+  dtype = jnp.int8 if largest <= 128 else jnp.int16
   return jax.ShapeDtypeStruct((sum(kind.per_token for kind in of),), dtype)
 
 
@@ -124,11 +126,10 @@ def by_place(
   """
   if choices is None:
     return {}
-  of = {k: x.mlp for k, x in places.items() if _has_experts(x)}
-  k = next(iter(of.values())).per_token
-  choices = choices.reshape(*choices.shape[:2], -1, len(of), k)
-  choices = jnp.moveaxis(choices, (2, 3), (0, 1))
-  return {name: choices[:, i] for i, name in enumerate(of)}
+  of = {name: x.mlp.per_token for name, x in places.items() if _has_experts(x)}
+  choices = choices.reshape(*choices.shape[:2], -1, sum(of.values()))
+  ends = [*itertools.accumulate(of.values())]
+  return dict(zip(of, jnp.split(jnp.moveaxis(choices, 2, 0), ends, axis=-1)))
 
 
 @functools.partial(

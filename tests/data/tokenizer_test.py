@@ -343,6 +343,34 @@ class TestChat:
     tokenizer = with_template(tmp_path, template)
     assert tokenizer.decode(tokenizer.apply_chat([])) == "None"
 
+  def test_templates_see_all_of_a_message(self, tmp_path):
+    template = "{{ messages[0].tool_calls | tojson }}{{ 'x' in messages[0] }}"
+    calls = [{"name": "f<|im_end|>"}]
+    message = {"role": "assistant", "content": "", "x": None}
+    tokenizer = with_template(tmp_path, template)
+    tokens = tokenizer.apply_chat([message | {"tool_calls": calls}])
+    assert tokenizer.decode(tokens) == f"{json.dumps(calls)}False"
+    assert max(tokens) < 256
+
+  def test_templates_see_the_tokens_of_the_tokenizer(self, tmp_path):
+    template = "{{ bos_token is defined }}{{ eos_token }}"
+    config = {"chat_template": template, "eos_token": {"content": "<|end|>"}}
+    byte_level(tmp_path, tokenizer_config__json=config | {"bos_token": None})
+    tokens = Tokenizer(tmp_path).apply_chat([])
+    assert tokens == [*Tokenizer(tmp_path).encode("False"), 258]
+    # Without these keys, they are the ids in config.json.
+    tokenizer = with_template(tmp_path, template)
+    assert tokenizer.apply_chat([])[-1] == tokenizer.eos_id == 257
+
+  def test_templates_may_mark_answers_and_write_a_date(self, tmp_path):
+    template = (  # Like SmolLM3's.
+      "{{ strftime_now('%d %B %Y') }}{% for m in messages %}{% generation %}"
+      "{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    tokenizer = with_template(tmp_path, template)
+    tokens = tokenizer.apply_chat([{"role": "assistant", "content": "!"}] * 2)
+    assert tokenizer.decode(tokens) == "26 July 2024!!"
+
   def test_no_template(self, tmp_path):
     tokenizer = Tokenizer(character(tmp_path))
     with pytest.raises(InputError, match="has no chat template"):

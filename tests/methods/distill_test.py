@@ -1,5 +1,6 @@
 """On-policy distillation: advantages, teachers, and complete runs."""
 
+import dataclasses
 import json
 import shutil
 import types
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import chat_model, recipes, tiny
+from helpers import chat_model, recipes, tiny, tiny_run
 from helpers.registries import registries  # noqa: F401
 
 from jaxrl_llm import metrics, models, register
@@ -86,6 +87,25 @@ class TestAdvantages:
     assert row["policy/grad_norm"] == 0
     after = jax.device_get(after.policy.trained)
     jax.tree.map(np.testing.assert_array_equal, after, before)
+
+  def test_a_teacher_may_have_sliding_windows(self, model, tmp_path):
+    config = tiny_run.model_config()
+    window = {"family": "mistral", "extra": (("sliding_window", 3),)}
+    fns = models.make_policy(dataclasses.replace(config, **window))
+    theirs = tiny.widen(fns.init(jax.random.key(0)), jax.random.key(5))
+    models.save(str(tmp_path), fns, theirs, tokenizer_from=str(model))
+    rows = {"data__group_size": 4, "optimizer__max_tokens_per_row": 64}
+    run = make_run(model, tmp_path, **rows)
+    states, responses = recipes.collect(run)
+    rng = np.random.default_rng(0)
+    batch = run.learner.measure(states.learner, "policy", responses, rng)
+    other = recipes.logprobs(fns, theirs, responses.rollout)
+    expected = other - batch.scores["old_logprobs"]
+    np.testing.assert_allclose(
+      batch.experience["advantages"],
+      np.where(responses.rollout.mask, expected, 0),
+      atol=2e-5,
+    )
 
   def test_a_column_chooses_the_teacher(self, model, teacher, tmp_path):
     columns = [{"teacher": i % 2} for i in range(8)]

@@ -164,9 +164,8 @@ class TestFromHf:
     other = ModelConfig.from_hf(SMOLLM3 | {"tie_word_embeddings": False})
     assert not other.tie_word_embeddings
     assert not other.to_hf()["tie_word_embeddings"]
-    # A window of 4096.
-    with pytest.raises(InputError, match="'sliding_window' is 4096"):
-      ModelConfig.from_hf(without(MISTRAL, "sliding_window"))
+    old = ModelConfig.from_hf(without(MISTRAL, "sliding_window"))
+    assert old.period[0].attention.window == 4096
 
   def test_a_token_is_multiplied_with_its_own_experts(self):
     config = ModelConfig.from_hf(QWEN3_MOE)
@@ -219,12 +218,19 @@ class TestFromHf:
     with pytest.raises(InputError, match="sliding_attention"):
       ModelConfig.from_hf(GEMMA3 | {"rope_parameters": ropes})
 
-  def test_a_window_of_mistral_is_refused_and_never_written(self):
-    with pytest.raises(InputError, match="sliding_window"):
-      ModelConfig.from_hf(MISTRAL | {"sliding_window": 4096})
-    written = ModelConfig.from_hf(MISTRAL).to_hf()
+  def test_a_window_of_mistral_is_in_every_layer_and_always_written(self):
+    config = ModelConfig.from_hf(MISTRAL | {"sliding_window": 77})
+    assert {kind.attention.window for kind in config.layers} == {77}
+    assert config.to_hf()["sliding_window"] == 77
+    full = MISTRAL | {"layer_types": ["full_attention"] * 32}
+    assert ModelConfig.from_hf(full) == ModelConfig.from_hf(MISTRAL)
+    with pytest.raises(InputError, match="layer_types"):
+      ModelConfig.from_hf(full | {"sliding_window": 77})
     # Readers would assume 4096 if the key were absent.
-    assert written["sliding_window"] is None
+    for extra in (("sliding_window", None),), ():
+      config = dataclasses.replace(ModelConfig.from_hf(MISTRAL), extra=extra)
+      assert config.period[0].attention.window is None
+      assert config.to_hf()["sliding_window"] is None
 
   def test_what_old_llama_files_leave_out(self):
     config = ModelConfig.from_hf(
@@ -294,6 +300,8 @@ smollm2 | "architectures": ["Llama\\nEvil"] | architectures
 smollm2 | "hidden_act": "gelu" | hidden_act
 smollm2 | "hidden_act": "-" | hidden_act
 qwen2 | "use_sliding_window": true | use_sliding_window
+gemma3 | "is_causal": false | is_causal
+mistral | "sliding_window": 0 | sliding_window
 qwen3 | "layer_types": ["full_attention", "sliding_attention"] | layer_types
 qwen2 | "quantization_config": {"quant_method": "gptq"} | quantization_config
 qwen2 | "rope_theta": "-" | rope_theta

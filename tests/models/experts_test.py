@@ -1,6 +1,7 @@
 """Tests of experts: routing, dispatch, load balancing, gradients, adapters."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,12 @@ from helpers import tiny
 from helpers.tiny_experts import CONFIG, EXTRA, LOGITS, make, make_model, rows
 
 from jaxrl_llm import models
-from jaxrl_llm.models.experts import Routing
+from jaxrl_llm.models.experts import (
+  ExpertsKind,
+  Routing,
+  by_place,
+  choices_shape,
+)
 
 
 def reference(module, x):
@@ -53,6 +59,21 @@ def test_tokens_go_through_their_experts():
   # A token's output does not depend on other tokens.
   alone, _ = jax.jit(lambda x: module(x, Routing()))(x[1:, 3:4])
   np.testing.assert_allclose(alone[0, 0], out[1, 3], rtol=1e-5, atol=1e-6)
+
+
+def test_layers_may_use_different_numbers_of_experts():
+  def layer(experts, k):
+    kind = ExpertsKind(
+      num_experts=experts, per_token=k, intermediate_size=3, balance=0
+    )
+    return types.SimpleNamespace(mlp=kind)
+
+  places = {"layers": layer(4, 1), "layers1": None, "layers2": layer(300, 3)}
+  found = by_place(np.arange(8).reshape(1, 1, 8), places)
+  assert found["layers"].tolist() == [[[[0]]], [[[4]]]]
+  assert found["layers2"].tolist() == [[[[1, 2, 3]]], [[[5, 6, 7]]]]
+  config = types.SimpleNamespace(layers=tuple(places.values()) * 2)
+  assert choices_shape(config) == jax.ShapeDtypeStruct((8,), jnp.int16)
 
 
 def test_gradients_equal_differences():

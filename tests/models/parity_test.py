@@ -92,6 +92,7 @@ CASES = {
     },
   ),
   "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+  "mistral window": ("Mistral", {"sliding_window": 5, "head_dim": 16}),
   "smollm3": (
     "SmolLM3",
     {"num_hidden_layers": 5, "pad_token_id": None, "tie_word_embeddings": True},
@@ -183,7 +184,9 @@ def test_shards_and_bfloat16_of_transformers(batch, tmp_path):
   assert np.abs(found - wanted)[mask].max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2", "qwen3_moe", "smollm3"])
+@pytest.mark.parametrize(
+  "name", ["gemma3", "mistral window", "qwen2", "qwen3_moe", "smollm3"]
+)
 def test_the_sampler_scores_its_tokens_as_transformers_does(name, tmp_path):
   reference = make_reference(*CASES[name])
   reference.save_pretrained(tmp_path)

@@ -25,7 +25,7 @@ class Family(NamedTuple):
   # Other values are rejected, because the model would compute something else.
   supported: Callable[[Any], Mapping[str, Sequence[Any]]]
   fixed: Mapping[str, bool] = {}  # Fields without a key in config.json.
-  # Keys that may be missing (as in old Llama files); the format defines
+  # Keys that may be missing or null (as in old Llama files); the format defines
   # defaults.
   optional: tuple[str, ...] = ()
   written: Mapping[str, Any] = {}  # Additional keys to write to config.json.
