@@ -351,10 +351,8 @@ def auxiliary(
     mode: reduction over these tokens, a mode of `masked.MODES` without a norm.
     **inputs: argument of `fn` -> name of its input, where the names differ.
   """
-  if name in ("nll", "kl", "entropy"):
-    raise ValueError(
-      f"config.loss.{name}_coefficient exists; choose a new name"
-    )
+  if name in ("nll", "kl", "entropy", "balance"):  # Of a model with experts.
+    raise ValueError(f"policy/{name}_loss exists; choose a new name")
   errors.check_choice("mode", mode, masked.MODES.keys() - masked.NORM_MODES)
   _check_keywords(fn, "loss", inputs=inputs)
   made = choices.AuxiliaryLoss(choices.maker_of(fn, **inputs), mask, mode)

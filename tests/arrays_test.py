@@ -30,6 +30,8 @@ class TestLists:
     )
     _same(losses_of, VALUES, REWARDS, REWARDS)
     _same(losses.kl_k3, VALUES, REWARDS)
+    versions = {"proximal_version": 5, "current_version": 7}
+    _same(losses.interpolation_share, [3, 5], **versions)
 
 
 class TestShapes:

@@ -1,15 +1,20 @@
 """Lowers a learner's phases at their largest shapes, without running them."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrl_llm import sharding
+from jaxrl_llm.learner import providers
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.members import Member
 from jaxrl_llm.learner.packing import PackedBatch
+from jaxrl_llm.learner.parts import evaluate, leaves_of
 from jaxrl_llm.models import PackedRows
+from jaxrl_llm.sampling import EngineConfig, new_requests
+from jaxrl_llm.types import unjudged
 
 # Member -> name of its scores in program names.
 _SCORES = {"policy": "log-probs", "value": "values"}
@@ -68,6 +73,20 @@ def _abstract_batch(
       count=whole,
     ),
     mask=of(np.bool_),
-    inputs={name: of(np.float32) for name in names},
+    inputs={name: of(_dtype(learner, name)) for name in names},
     schedule_step=whole,
   )
+
+
+def _dtype(learner: Learner, name: str) -> Any:
+  """Returns the data type of an input; those of models are float32."""
+  parts, count = learner.algorithm.parts, learner.policy.settings.mini_batch
+  sizes = EngineConfig(
+    max_prompt_length=1, max_response_length=1, stop_tokens=(), slots=1
+  )
+  responses = unjudged(new_requests([[0]], [range(count)], [0], sizes))
+  leaves, column = leaves_of([name], parts), lambda *_: np.zeros(count, "f")
+  given = providers.of_responses(responses, 0, leaves, column)
+  if not leaves <= given.keys():
+    return np.float32
+  return jax.eval_shape(lambda x: evaluate([name], parts, x), given)[name].dtype

@@ -241,6 +241,8 @@ class Scorer:
 
     leaves = {k: placed(x) if np.ndim(x) else x for k, x in given.items()}
     made = processes.ready(self._estimate(leaves))
+    for name in (k for k, x in made.items() if not x.ndim):  # A version.
+      made[name] = placed(np.full(rows, made[name]))
     # Ended responses that wait for a full mini-batch are not in this update.
     held = placed(np.isin(np.arange(rows), learned)[:, None])
     waits = sorted(self._packer.waits)

@@ -229,6 +229,7 @@ def interpolation_share(
     >>> print(interpolation_share(wrote, proximal_version=5, current_version=7))
     [0.5 0. ]
   """
+  behavior_version = jnp.asarray(behavior_version)
   span = (current_version - behavior_version).astype(jnp.float32)
   step = (proximal_version - behavior_version).astype(jnp.float32)
   share = jnp.where(span == 0.0, 0.0, step / jnp.where(span == 0.0, 1.0, span))

@@ -23,6 +23,7 @@ from jaxrl_llm import sampling
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.replay import Replay
 from jaxrl_llm.data.tasks import Prompt
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.groups import GroupReward
 from jaxrl_llm.rewards.judge import Judged, join_judged
 from jaxrl_llm.rollout.metrics import (
@@ -48,6 +49,7 @@ from jaxrl_llm.rollout.schedule import (
 )
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
+  Origin,
   Responses,
   Rollout,
   Status,
@@ -238,10 +240,10 @@ class _Collection:
       self.metrics["rollout/mixed_fraction"] = passed / judged
     rest, batch = take_rows(batch, surplus), take_rows(batch, ~surplus)
     if (more := self._second_look()) is not None:
-      self.judged.append(more)
-      batch = join_rows([batch, more.responses])
-      tokens = more.responses.rollout.mask.sum()
-      self.metrics["rollout/again"] = float(len(more.texts))
+      batch = join_rows([batch, more])
+      own = more.rollout.origin == Origin.POLICY
+      tokens = (more.rollout.mask & own).sum()
+      self.metrics["rollout/again"] = float(len(more.rewards))
       self.metrics["rollout/again_tokens"] = float(tokens)
     if settings.stop != "all":
       # Surplus groups are kept for the next batch; staleness is allowed here.
@@ -333,6 +335,11 @@ class _Collection:
 
   def _write(self, rows: Rollout, **settings: Any) -> Rollout:
     """Continues responses; settings of `ResponseWriter.write`."""
+    if is_demonstrated(rows).any():
+      raise InputError(
+        "the prompt source demonstrates responses, but windows and streaming"
+        " need sampled ones; use schedule.window=0 and schedule.streaming=False"
+      )
     talks = self.state.conversations
     return self.worker.writer.write(
       rows, self.weights, conversations=talks, **settings
@@ -407,18 +414,21 @@ class _Collection:
     now = np.full_like(rollout.version, self.weights.version)
     return rollout.replace(version=now)
 
-  def _judged_rows(self, rows: Rollout) -> Responses:
+  def _judged_rows(
+    self, rows: Rollout, prompts: Sequence[Prompt] | None = None
+  ) -> Responses:
     """Returns responses with verdicts; demonstrated ones are not judged."""
     given, parts = is_demonstrated(rows), []
     if given.any():
       parts.append(unjudged(self._of_now(take_rows(rows, given))))
     if not given.all():
       rows = join_rows([take_rows(rows, ~given)], copy=False)
-      self.judged.append(self._judge(rows))
+      prompts = prompts and [prompts[i] for i in np.flatnonzero(~given)]
+      self.judged.append(self._judge(rows, prompts))
       parts.append(self.judged[-1].responses)
     return join_rows(parts, copy=False)
 
-  def _second_look(self) -> Judged | None:
+  def _second_look(self) -> Responses | None:
     """Samples and judges prompts that the source draws for a judged batch."""
     if not self.judged:
       return None
@@ -429,13 +439,16 @@ class _Collection:
     if not prompts:
       return None
     rows = self._new_responses(prompts)
-    with self.timer.phase("generate"):
-      rows = self._write(rows)
+    given = is_demonstrated(rows)
+    if not given.all():
+      with self.timer.phase("generate"):
+        written = self._write(take_rows(rows, ~given))
+      rows = _merged(written, take_rows(rows, given), given)
     rows = rows.replace(window_start=np.zeros_like(rows.window_start))
     # Not looked up: these prompts may differ from those of the data.
     sizes = self.worker.writer.sizes(prompts)
     every = [p for p, size in zip(prompts, sizes) for _ in range(size)]
-    return self._judge(rows, every)
+    return self._judged_rows(rows, every)
 
   def _judge(
     self, rollout: Rollout, prompts: Sequence[Prompt] | None = None

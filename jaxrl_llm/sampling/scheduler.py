@@ -312,11 +312,13 @@ class Scheduler:
     free.sort(key=lambda slot: slot % share)  # Alternate between the shards.
     new: dict[tuple, dict[int, Request]] = {}  # By prefix and shard.
     copies, extensions = [], []
-    for request in requests:
+    queue, full = collections.deque(requests), set[int]()  # Shards.
+    while queue and (left := [s for s in free if s // share not in full]):
+      request = queue[0]
       context = request.context()
       key = context[: request.cached or len(context)].tobytes()
       home = allocator.shard_of(key)
-      slot = next((s for s in free if s // share == home), free[0])
+      slot = next((s for s in left if s // share == home), left[0])
       shard, prefix = slot // share, request.prefix
       kept = allocator.take(key) if shard == home else None
       exact = self.config.exact
@@ -329,7 +331,10 @@ class Scheduler:
       if own is None:
         if kept:
           allocator.keep(key, shard, kept)
-        break
+        full.add(shard)  # Another one may have pages.
+        continue
+      queue.popleft()
+      full.clear()
       request.position = len(context) - 1
       if exact:  # Contexts are read by decoding, unless they are cached.
         cached = request.cached or len(context)

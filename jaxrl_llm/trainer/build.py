@@ -15,7 +15,7 @@ from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.replay import FEEDS, REPLAYS
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, located
-from jaxrl_llm.evaluate import Evaluator
+from jaxrl_llm.evaluate import Evaluator, check_metric
 from jaxrl_llm.learner import build_algorithm, choices, members, providers
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import UpdateSettings
@@ -360,7 +360,10 @@ def _make_evaluators(config, writer, problems) -> list[Evaluator]:
     key=run_key(config.run.seed, EVALUATION),
     group_size=config.eval.samples,
   )
-  return [Evaluator(**one._asdict(), writer=writer) for one in problems]
+  evaluators = [Evaluator(**one._asdict(), writer=writer) for one in problems]
+  if best := config.checkpoint.best:
+    check_metric(best, evaluators, greedy=config.eval.greedy)
+  return evaluators
 
 
 def read_policy_params(

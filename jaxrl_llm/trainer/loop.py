@@ -40,7 +40,6 @@ from typing import Any
 
 from jaxrl_llm import checkpoint, fleet, metrics, sync
 from jaxrl_llm.errors import InputError, TrainingStopped
-from jaxrl_llm.evaluate import check_metric
 from jaxrl_llm.system import processes, signals
 from jaxrl_llm.system.processes import of_first
 from jaxrl_llm.trainer import speed, summary
@@ -81,8 +80,6 @@ def train(
   folder, config = Workdir(pathlib.Path(workdir)), run.config
   begun = time.perf_counter() if begun is None else begun
   metrics.check_trackers(config.run.trackers)
-  if best := config.checkpoint.best:
-    check_metric(best, run.evaluators, greedy=config.eval.greedy)
   with (
     contextlib.closing(run.judge),
     contextlib.closing(run.worker),
@@ -99,7 +96,7 @@ def train(
       folder.path / "checkpoints",
       keep=config.checkpoint.keep,
       keep_every=config.checkpoint.keep_every,
-      best=functools.partial(best_step, folder.path, best),
+      best=functools.partial(best_step, folder.path, config.checkpoint.best),
     )
     with contextlib.closing(saver), processes.ended_together():
       return _resume_or_start(

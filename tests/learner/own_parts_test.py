@@ -13,6 +13,7 @@ from helpers.tiny_algorithm import make_algorithm
 from jaxrl_llm import metrics, register
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import providers
+from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.system import plugin
 from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Responses, named_parts
@@ -246,9 +247,24 @@ class TestParts:
         build.make_run(make_config(model, **self.OWN | {key: value}))
       assert "\n" not in str(caught.value)
 
+  def test_inputs_of_other_types_are_lowered_and_trained(self, model):
+    register.token_input("short", lambda lengths: lengths < 5)
+    register.auxiliary(
+      "long", lambda short, update_version: update_version | ~short
+    )
+    config = make_config(model, loss__auxiliary={"long": 1.0})
+    run = build.make_run(config)
+    lower(run.learner)
+    states, responses = recipes.collect(run)
+    _, row = run.learner.update(states.learner, responses, metrics.PhaseTimer())
+    lengths, mask = responses.rollout.lengths, responses.rollout.mask
+    expected = mask[lengths >= 5].sum() / mask.sum()
+    np.testing.assert_allclose(row["policy/long_loss"], expected, rtol=1e-5)
+
   def test_names_that_there_are_cannot_be_taken(self):
-    with pytest.raises(ValueError, match="config.loss.kl_coefficient exists"):
-      register.auxiliary("kl", lambda logprobs: logprobs)
+    for name in ("kl", "balance"):
+      with pytest.raises(ValueError, match=f"policy/{name}_loss exists"):
+        register.auxiliary(name, lambda logprobs: logprobs)
     with pytest.raises(ValueError, match="'adamw' exists; choose another"):
       register.optimizer("adamw", lambda schedule: None)
     with pytest.raises(ValueError, match="mode='dr-grpo', expected one of"):

@@ -25,7 +25,15 @@ from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import EngineConfig, EngineStats, SamplingSettings
 from jaxrl_llm.sampling.rules import SchedulerView
 from jaxrl_llm.trainer import build
-from jaxrl_llm.types import Status, ended, mixed, take_rows, too_old, unjudged
+from jaxrl_llm.types import (
+  Status,
+  ended,
+  is_demonstrated,
+  mixed,
+  take_rows,
+  too_old,
+  unjudged,
+)
 
 LIMIT = 6
 
@@ -318,6 +326,27 @@ class TestSecondLook:
 
     rollout = Run(source=Source(again=more)).collect().batch.responses.rollout
     assert np.bincount(rollout.group).tolist() == [6, 4]
+
+  @pytest.mark.parametrize("sampled", [0, 1])
+  def test_may_demonstrate_a_response(self, sampled):
+    def more(source, state, judged):
+      first, last = judged.prompts[0], judged.prompts[-1]
+      shown = {"opening": (7, 8), "demonstrated": (True, False)}
+      given = dataclasses.replace(first, tries=1, **shown)
+      return [given, *[last] * sampled], state
+
+    run = Run(source=Source(again=more))
+    batch = run.collect().batch.responses.rollout
+    assert np.bincount(batch.group).tolist() == [5, 4 + 4 * sampled]
+    assert is_demonstrated(batch).nonzero()[0].tolist() == [8]
+    assert batch.mask[8].nonzero()[0].tolist() == [0]
+
+  def test_windows_refuse_demonstrations(self):
+    source, shown = Source(opening=(7,)), {"demonstrated": (True,)}
+    plain = source.prompt
+    source.prompt = lambda *ids: dataclasses.replace(plain(*ids), **shown)
+    with pytest.raises(InputError, match="use schedule.window=0"):
+      Run(source=source, window=2).collect()
 
   def test_sees_what_dynamic_sampling_discards(self):
     seen = []

@@ -132,6 +132,14 @@ class TestShards:
       tokens = request.row.tokens[0, start:stop].tolist()
       assert tokens == scripted.response(sequence)[0]
 
+  def test_a_full_one_does_not_block_the_others(self):
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    engine = scripted.make_engine(slots=16, page_size=8, kv_pages=36, mesh=mesh)
+    engine.set_params((), 0)
+    engine._cache.allocator.allocate(0, 9)
+    add(engine, [[8]] * 4)
+    assert [request.shard for request in engine.step()] == [1, 1, 2, 3]
+
 
 class TestPrefill:
   """The number of prefilled tokens."""
