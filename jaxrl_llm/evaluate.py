@@ -177,11 +177,15 @@ class Evaluator:
 
 
 def check_metric(
-  name: str, evaluators: Sequence[Evaluator], *, greedy: bool
+  name: str,
+  evaluators: Sequence[Evaluator],
+  tries: Sequence[int],
+  *,
+  greedy: bool,
 ) -> None:
   """Checks that an evaluation can have a metric, or raises InputError."""
   k = evaluators[0].writer.group_size
-  names = [f"avg@{k}", f"pass@{k}", f"maj@{k}", "reward_mean"]
+  names = [f"avg@{k}", *(f"pass@{n}" for n in tries), f"maj@{k}", "reward_mean"]
   names += ["greedy"] * greedy
   known = [f"eval/{one.name}/{x}" for one in evaluators for x in names]
   if name not in known:

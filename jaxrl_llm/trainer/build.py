@@ -362,7 +362,8 @@ def _make_evaluators(config, writer, problems) -> list[Evaluator]:
   )
   evaluators = [Evaluator(**one._asdict(), writer=writer) for one in problems]
   if best := config.checkpoint.best:
-    check_metric(best, evaluators, greedy=config.eval.greedy)
+    tries = config.eval.samples, *config.eval.pass_k
+    check_metric(best, evaluators, tries, greedy=config.eval.greedy)
   return evaluators
 
 

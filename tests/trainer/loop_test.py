@@ -401,6 +401,8 @@ class TestBest:
   def test_a_name_that_is_no_metric(self, run, name):
     with pytest.raises(InputError, match="one of eval/chain_sum/avg@2"):
       with_config(run, checkpoint__best=name)  # Also in a dry run.
+    best = {"checkpoint__best": "eval/chain_sum/pass@1", "eval__pass_k": (1,)}
+    with_config(run, **best)
 
 
 class TestNotFinite:
