@@ -199,6 +199,18 @@ class TestEvaluate:
     assert result["pass@1"] == pytest.approx(result["avg@6"])
     assert result["response_length_max"] <= 8
 
+  def test_responses_do_not_replace_the_problems(self, run, tmp_path):
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"question": "1+1?", "answer": "2"}\n')
+    flags = f"--checkpoint={run[1]}", f"--dataset={problems}"
+    for out, message in (
+      (tmp_path, f"would replace {problems}, which is evaluated on"),
+      (problems, "cannot be written (File exists); choose another"),
+    ):
+      refused = programs.refused("evaluate", *flags, f"--out={out}")
+      assert message in refused
+    assert problems.read_text().count("\n") == 1
+
   @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -473,7 +473,7 @@ def test_a_stopped_study_saves_and_goes_on(tmp_path, monkeypatch):
   )
   process.send_signal(signal.SIGTERM)
   output, _ = process.communicate(timeout=120)
-  assert process.returncode == 0
+  assert process.returncode == 128 + signal.SIGINT
   assert "run the same command to continue" in output
   log = (workdir / "log.txt").read_text("utf-8")
   assert "stopped by SIGINT" in log and "saved" in log
