@@ -155,6 +155,14 @@ class TestConvert:
     rounded = jax.tree.map(lambda x: x.astype("bfloat16"), policy.params)
     _trees_equal(models.load(out, dtype="bfloat16")[1], rounded)
 
+  def test_a_run_without_a_critic(self, run, tmp_path):
+    folder = shutil.copytree(run[1], tmp_path / "run")
+    for item in folder.glob("checkpoints/2/learner.critic.*"):
+      shutil.rmtree(item)
+    flags = f"--checkpoint={folder}", f"--out={tmp_path / 'out'}", "--critic"
+    refused = programs.refused(convert.main, *flags)
+    assert "there is no critic; give a run with one" in refused
+
   def test_bad_input_is_one_line(self, run):
     model, directory = run
     for flags, message in (

@@ -453,6 +453,15 @@ class TestSweep:
       self._study(*flags)
 
 
+def test_a_run_without_rows_is_left_out(tmp_path):
+  variant = Variant("VAPO", "vapo", {})
+  study = Study("title", "question", (variant,))
+  run = results.run_folder(tmp_path, "VAPO", 0)
+  run.mkdir(parents=True)
+  (run / "metrics.jsonl").touch()  # It pretrains its critic.
+  assert results.load_outcomes(study, tmp_path, [0]) == {}
+
+
 @pytest.mark.slow
 def test_a_stopped_study_saves_and_goes_on(tmp_path, monkeypatch):
   monkeypatch.setenv("PYTHONPATH", str(_ROOT))
