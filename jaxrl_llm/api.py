@@ -10,6 +10,7 @@ The programs of scripts/ that read a policy use the same class.
 
 import dataclasses
 import functools
+import operator
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -169,6 +170,7 @@ class Policy:
       ValueError: The number of samples is out of range.
     """
     check_number("samples", samples, f"[1, {MAX_SAMPLES}]")
+    samples, slots = operator.index(samples), operator.index(slots)
     prompts = make_prompts(
       rows,
       template,
