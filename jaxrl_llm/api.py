@@ -362,6 +362,12 @@ def load(
     )
   if workdir.is_workdir(path):
     return Policy(path, workdir.find_step(path, step), dtype)
+  for run in filter(workdir.is_workdir, path.parents[:2]):
+    if not hf.is_model(path):  # Which may have been exported into the run.
+      raise InputError(
+        f"{path}: is part of the run {run}; give that, and a checkpoint by its"
+        " step"
+      )
   if step is not None:
     raise InputError(
       f"{path}: no step {step}, for this is not the --workdir of a run; leave"

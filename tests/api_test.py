@@ -214,6 +214,13 @@ class TestEvaluate:
       jaxrl_llm.load().evaluate("chain_sum", **{"eval.smaples": 2})
 
 
+def test_a_part_of_a_run_is_no_model(trained):
+  policy, folder = trained
+  for part in ("checkpoints", f"checkpoints/{policy.step}"):
+    with pytest.raises(InputError, match="is part of the run .*; give that"):
+      jaxrl_llm.load(folder / part)
+
+
 class TestSave:
   def test_writes_a_directory_that_loads(self, trained, tmp_path):
     policy, _ = trained
