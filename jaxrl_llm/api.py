@@ -10,6 +10,7 @@ The programs of scripts/ that read a policy use the same class.
 
 import dataclasses
 import functools
+import operator
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -169,6 +170,7 @@ class Policy:
       ValueError: The number of samples is out of range.
     """
     check_number("samples", samples, f"[1, {MAX_SAMPLES}]")
+    samples, slots = operator.index(samples), operator.index(slots)
     prompts = make_prompts(
       rows,
       template,
@@ -360,6 +362,12 @@ def load(
     )
   if workdir.is_workdir(path):
     return Policy(path, workdir.find_step(path, step), dtype)
+  for run in filter(workdir.is_workdir, path.parents[:2]):
+    if not hf.is_model(path):  # Which may have been exported into the run.
+      raise InputError(
+        f"{path}: is part of the run {run}; give that, and a checkpoint by its"
+        " step"
+      )
   if step is not None:
     raise InputError(
       f"{path}: no step {step}, for this is not the --workdir of a run; leave"

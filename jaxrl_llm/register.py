@@ -245,9 +245,14 @@ def mask(name: str, fn: Callable[..., jax.Array]) -> None:
 
   Args:
     name: new name.
-    fn: (mask [B, T], inputs) -> mask, with settings of config group
-      `estimator`.
+    fn: (mask [B, T], inputs) -> bool mask [B, T], with settings of config group
+      `estimator`. Tokens that are not in `mask`, its first argument, stay out.
   """
+  if next(iter(inspect.signature(fn).parameters), "") != "mask":
+    raise ValueError(
+      f"mask {name!r}: its first argument must be `mask`, the tokens that are"
+      " left"
+    )
   _check_keywords(fn, "estimator")
   _add(choices.OWN_MASKS, "loss.masks", name, fn)
 

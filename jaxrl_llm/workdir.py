@@ -224,6 +224,8 @@ def load_critic(
       not a single model with a head.
   """
   config = read_config(workdir)
+  if not any((workdir / "checkpoints" / str(step)).glob("learner.critic.*")):
+    raise InputError(f"{workdir}: there is no critic; give a run with one")
   for key in ("ensemble", "reads_logprobs"):
     if config.value[key]:
       raise InputError(

@@ -105,19 +105,49 @@ def results_of(evaluated) -> dict[str, float | None]:
   }
 
 
+def make_folder(folder: pathlib.Path, evaluated_on: str) -> None:
+  """Makes the folder of --out, before anything is sampled.
+
+  Args:
+    folder: value of --out.
+    evaluated_on: `eval.path`.
+
+  Raises:
+    InputError: the folder cannot be made, or a file of responses in it would
+      replace a file that is evaluated on.
+  """
+  from jaxrl_llm.data import rows
+
+  with _writing(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+  for file in rows.files(evaluated_on):
+    out = folder / f"{file.stem}.jsonl"
+    if out.exists() and file.exists() and out.samefile(file):
+      raise InputError(
+        f"--out={folder}: would replace {file}, which is evaluated on; choose"
+        " another"
+      )
+
+
 def write(folder: pathlib.Path, evaluated) -> None:
   """Writes one line per problem: its responses and the number of correct ones.
 
   Raises:
     InputError: the folder cannot be written.
   """
+  with (
+    _writing(folder),
+    (folder / f"{evaluated.name}.jsonl").open("w") as file,
+  ):
+    for first in range(0, len(evaluated.judged.texts), evaluated.samples):
+      problem = problem_of(evaluated, first)
+      file.write(json.dumps(problem, allow_nan=False) + "\n")
+
+
+def _writing(folder: pathlib.Path):
+  """Turns errors of the file system into an InputError."""
   what = f"--out={folder}: cannot be written"
-  with as_input_error(what, "choose another", OSError):
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{evaluated.name}.jsonl").open("w") as file:
-      for first in range(0, len(evaluated.judged.texts), evaluated.samples):
-        problem = problem_of(evaluated, first)
-        file.write(json.dumps(problem, allow_nan=False) + "\n")
+  return as_input_error(what, "choose another", OSError)
 
 
 def problem_of(evaluated, first: int) -> dict:
@@ -170,6 +200,8 @@ def run() -> None:
   policy = api.load(_CHECKPOINT.value, step=_STEP.value)
   config = make_config(policy)
   config.run.plugins = plugin.merged(config.run.plugins, _PLUGIN.value)
+  if _OUT.value:
+    make_folder(pathlib.Path(_OUT.value), config.eval.path)
   seed = config.run.seed if _SEED.value is None else _SEED.value
   found = []
   how = {"critic": _CRITIC.value, "search": _SEARCH.value or ""}

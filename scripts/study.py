@@ -13,9 +13,9 @@ NAME is one of the studies below or, with --sweep, a new name: its variants are
 all combinations of the values. Each run is scripts/train.py in its own folder,
 one after the other, so that times are comparable. A stopped run is resumed, a
 finished run is skipped, and a run with other settings is an error. Ctrl-C saves
-the current run and stops. Writes OUT/NAME/table.md, curves.csv and curves.png;
-with --curves, only from these comma-separated files. --variants restricts all
-of this; the first remaining variant of the study is the baseline.
+the current run and exits with 130. Writes OUT/NAME/table.md, curves.csv and
+curves.png; with --curves, only from these comma-separated files. --variants
+restricts all of this; the first remaining variant of the study is the baseline.
 """
 
 import argparse
@@ -205,8 +205,8 @@ def compare(options: argparse.Namespace) -> None:
 
 
 @program.one_line
-def main(arguments: list[str] | None = None) -> None:
-  """Runs the command."""
+def main(arguments: list[str] | None = None) -> int:
+  """Runs the command; returns its exit code."""
   parser = program.make_parser(__doc__)
   studies = (f"  {name:16} {x.title}" for name, x in STUDIES.items())
   parser.epilog = "\n".join(["studies:", *studies])
@@ -228,6 +228,8 @@ def main(arguments: list[str] | None = None) -> None:
     (one.run if one else compare)(options)
   except KeyboardInterrupt:
     print("stopped; run the same command to continue")
+    return 128 + signal.SIGINT
+  return 0
 
 
 def _seeds(text: str) -> list[int]:

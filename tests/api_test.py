@@ -99,7 +99,9 @@ def test_an_interrupted_run_raises_and_is_saved(settings, tmp_path):
 class TestGenerate:
   def test_responses_of_each_prompt(self):
     policy = jaxrl_llm.load()
-    found = policy.generate(["3+5?", "7+5-1?"], samples=3, max_new_tokens=8)
+    # As in notebooks, where a number may come from an array.
+    how = {"samples": np.int64(3), "max_new_tokens": 8}
+    found = policy.generate(["3+5?", "7+5-1?"], **how)
     assert [len(responses) for responses in found] == [3, 3]
     for response in sum(found, []):
       assert len(response["tokens"]) == len(response["logprobs"]) <= 8
@@ -206,8 +208,17 @@ class TestEvaluate:
       list(policy_evaluation.evaluations(policy, config, critic=True))
     with pytest.raises(InputError, match="is a model directory; give the sets"):
       jaxrl_llm.load().evaluate()
+    with pytest.raises(InputError, match="eval.path=.* value of the right ty"):
+      jaxrl_llm.load().evaluate(["a.jsonl", "b.jsonl"])
     with pytest.raises(InputError, match="eval.smaples: no such key"):
       jaxrl_llm.load().evaluate("chain_sum", **{"eval.smaples": 2})
+
+
+def test_a_part_of_a_run_is_no_model(trained):
+  policy, folder = trained
+  for part in ("checkpoints", f"checkpoints/{policy.step}"):
+    with pytest.raises(InputError, match="is part of the run .*; give that"):
+      jaxrl_llm.load(folder / part)
 
 
 class TestSave:

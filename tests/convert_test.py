@@ -353,6 +353,11 @@ class TestTunix:
       foreign.read(tmp_path / "5", _QWEN3)
     assert said in str(error.value)
 
+  def test_the_folder_of_all_steps_is_refused(self, tmp_path):
+    write_tunix(tmp_path / "5")
+    with pytest.raises(InputError, match="for tunix is that of a step"):
+      foreign.read(tmp_path, _QWEN3)
+
   @pytest.mark.parametrize(
     ("config", "outputs"),
     [

@@ -155,6 +155,14 @@ class TestConvert:
     rounded = jax.tree.map(lambda x: x.astype("bfloat16"), policy.params)
     _trees_equal(models.load(out, dtype="bfloat16")[1], rounded)
 
+  def test_a_run_without_a_critic(self, run, tmp_path):
+    folder = shutil.copytree(run[1], tmp_path / "run")
+    for item in folder.glob("checkpoints/2/learner.critic.*"):
+      shutil.rmtree(item)
+    flags = f"--checkpoint={folder}", f"--out={tmp_path / 'out'}", "--critic"
+    refused = programs.refused(convert.main, *flags)
+    assert "there is no critic; give a run with one" in refused
+
   def test_bad_input_is_one_line(self, run):
     model, directory = run
     for flags, message in (
@@ -198,6 +206,18 @@ class TestEvaluate:
     assert passes == ["pass@1", "pass@2", "pass@4", "pass@6"]
     assert result["pass@1"] == pytest.approx(result["avg@6"])
     assert result["response_length_max"] <= 8
+
+  def test_responses_do_not_replace_the_problems(self, run, tmp_path):
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"question": "1+1?", "answer": "2"}\n')
+    flags = f"--checkpoint={run[1]}", f"--dataset={problems}"
+    for out, message in (
+      (tmp_path, f"would replace {problems}, which is evaluated on"),
+      (problems, "cannot be written (File exists); choose another"),
+    ):
+      refused = programs.refused("evaluate", *flags, f"--out={out}")
+      assert message in refused
+    assert problems.read_text().count("\n") == 1
 
   @pytest.mark.parametrize(
     ("flags", "message"),

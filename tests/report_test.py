@@ -161,7 +161,7 @@ class TestScript:
   @pytest.mark.parametrize(
     "content, words",
     [
-      (None, "metrics.jsonl"),
+      (None, "metrics.jsonl: cannot be read"),
       ("", "no step was logged"),
       ('{"step": 1}\nx\n{"step": 2}\n', "line 2"),
     ],

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from helpers import programs, tiny_run
+from parts import program
 
 from jaxrl_llm import workdir
 
@@ -15,6 +16,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 10
 # 64 blocks of 512 bytes: metrics can be written, checkpoints cannot.
 _NO_LARGE_FILE = ("sh", "-c", 'ulimit -f 64; exec "$0" "$@"')
+
+
+def test_ctrl_c_is_one_line(capsys):
+  @program.one_line
+  def main(arguments):
+    raise KeyboardInterrupt
+
+  assert main() == 128 + signal.SIGINT
+  assert capsys.readouterr().err == "scripts_test: interrupted\n"
 
 
 @pytest.fixture(scope="module")

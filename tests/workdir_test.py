@@ -221,6 +221,19 @@ class TestAllowed:
     assert workdir_lib.read_config(folder).to_dict() == config.to_dict()
     assert Workdir(folder).changes(config) == {}
 
+  def test_data_that_was_moved(self, start):
+    source = {"data__source": "jsonl", "data__path": "x.jsonl"}
+    workdir = Workdir(start(make(**source)))
+    (workdir.path / "metrics.jsonl").touch()
+    facts = workdir.facts(make(**source), {"data.path": "one"})
+    changes = workdir.changes(changed({"data.path": "y.jsonl"}, **source))
+    same, other = {"data.path": "one"}, {"data.path": "two"}
+    assert workdir.check_facts(3, facts, same, changes) == []
+    said = "cannot change on resume: config.data.path: 'x.jsonl' -> 'y.jsonl'"
+    with pytest.raises(InputError, match=said):
+      workdir.check_facts(3, facts, other, changes)
+    assert len(workdir.check_facts(3, facts, other, {})) == 1  # Edited there.
+
   def test_one_line_a_resume_and_back(self, start):
     folder = start(make())
     changes = {"run.steps": 9, "loss.clip_high": 0.5}

@@ -146,7 +146,8 @@ def check_shapes(
     if shape != leaf.shape:
       raise InputError(
         f"{folder}: {name} has shape {shape}, but this model needs"
-        f" {leaf.shape}; use the model it was saved from or another --workdir"
+        f" {leaf.shape}; use the model it was saved from (model.path, for a"
+        " critic also value.init_from) or another --workdir"
       )
 
 

@@ -74,6 +74,11 @@ def read(
     reader = _read_dcp
   elif (folder / _ITEMS[0]).exists():
     reader = _read_tunix
+  elif not (folder / "config.json").exists():
+    raise InputError(
+      f"{folder}: has no training state; give a folder of one of the forms in"
+      " docs/foreign.md, which for tunix is that of a step"
+    )
   # Torch, pickle and Orbax raise errors of many kinds.
   what = f"{folder}: cannot be read as a training state"
   with as_input_error(what, _ADVICE, Exception):

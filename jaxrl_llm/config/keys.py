@@ -135,7 +135,8 @@ class Data(Group, path="data"):
     " TensorFlow Datasets ('tfds').", FIXED)
   path = Key("", None, "Files of 'jsonl' or 'parquet', separated by commas or"
     " as a pattern such as data/*.jsonl; gsm8k is the training set in the"
-    " Hugging Face cache. With 'tfds', NAME[:VERSION].", FIXED)
+    " Hugging Face cache. A run may resume with copies of its files. With"
+    " 'tfds', NAME[:VERSION].", FIXED)
   split = Key("train", None,
     "Split to train on, for sources that have splits.", FIXED)
   columns = Key({}, None, "Maps question, answer, completion (the target of"

@@ -320,6 +320,10 @@ class PromptSource:
   def _tokens(self, example: Example) -> tuple[int, ...] | None:
     """Returns the tokens of a prompt; None if it is dropped."""
     tokens = tuple(self._template(example))
+    if not tokens:
+      raise InputError(
+        f"prompt {example.id!r} has no tokens; correct data.template"
+      )
     if len(tokens) <= self._max_length:
       return tokens
     if self._drop:

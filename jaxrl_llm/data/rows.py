@@ -98,7 +98,8 @@ def read_rows(path: pathlib.Path, *, text: bool = False) -> list[Row]:
   Raises:
     InputError: The file cannot be read, has no rows, or a line is malformed.
   """
-  advice = "check the path" if path.suffix else _HUB.format(path)
+  local = path.suffix or path.exists()
+  advice = "check the path" if local else _HUB.format(path)
   with as_input_error(f"{path}: cannot be read", advice, OSError):
     data = _regular(path).read_bytes()
   return parse_rows(data, str(path), text=text)

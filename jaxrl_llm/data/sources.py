@@ -168,7 +168,16 @@ def make_source(
     TypeError,
     ValueError,
   ):
-    return SOURCES[name](**taken, **settings)
+    source = SOURCES[name](**taken, **settings)
+  sized = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+  first = source[0] if isinstance(source, list) and source else None
+  if not sized or not isinstance(first, tasks.Example | None):
+    raise InputError(
+      f"data.source={name!r} returned a {type(source).__name__}"
+      f"{f' of {type(first).__name__}' if sized else ''}; return a list of"
+      " jaxrl_llm.data.tasks.Example"
+    )
+  return source
 
 
 def hold_out(source: Source, share: float, label: str) -> tuple[Source, Source]:

@@ -146,6 +146,8 @@ def _chosen_parts(config: Groups) -> dict[str, Part]:
   masks += [choices.MASKS[name] for name in choices.MASKS if both[name]]
   for without in masks:
     mask = _per_token("loss.masks", then(mask, part(without, both)))
+  if masks:
+    mask = then(mask, part(estimates.still_trainable))
   proximal = choices.PROXIMALS[config["off_policy"]["proximal"]]
   chosen = {
     "advantages": advantages,

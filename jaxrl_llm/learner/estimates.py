@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import estimators
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.types import Status
 
 
@@ -52,6 +53,16 @@ def last_value_mask(trainable, truncated) -> jax.Array:
   mask = value_mask(trainable, truncated)
   following = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
   return mask & (following == 1)
+
+
+def still_trainable(mask, trainable) -> jax.Array:
+  """bool [B, T]: a mask without tokens that it added, such as padding."""
+  if mask.dtype != bool:
+    raise InputError(
+      f"config.loss.masks: a mask returned {mask.dtype}, not bool; compare, as"
+      " in mask & (x > 0)"
+    )
+  return mask & trainable
 
 
 def in_window(unwindowed_policy_mask, window_start) -> jax.Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl_llm import losses
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimizer import (
   TrainState,
   apply_gradients,
@@ -60,7 +61,8 @@ def policy_objective(
       "segments": packed.segments,
     }
     clipped = policy_loss(inputs)
-    loss = surrogate = jnp.sum(inputs["weights"] * clipped.loss)
+    per_token = _check_shape("name", getattr(clipped, "loss", None), mask)
+    loss = surrogate = jnp.sum(inputs["weights"] * per_token)
     total = lambda x: jnp.sum(jnp.where(mask, x, 0.0))
     means = {
       "policy/entropy": total(out.entropy),
@@ -73,13 +75,25 @@ def policy_objective(
     sums = {"policy/loss": surrogate, "tokens": total(1.0)}
     for name, term in auxiliary.items():
       weights = term.coefficient * inputs[f"{name}/weights"]
-      sums[f"policy/{name}_loss"] = jnp.sum(weights * term.loss(inputs))
+      per_token = _check_shape("auxiliary", term.loss(inputs), mask)
+      sums[f"policy/{name}_loss"] = jnp.sum(weights * per_token)
       loss += sums[f"policy/{name}_loss"]
     loss += _add_of_model((sums, means), "policy", of_model, inputs, mask)
     maxima = {"policy/ratio_max": jnp.max(jnp.where(mask, clipped.ratio, 0.0))}
     return loss, (sums, means, maxima)
 
   return Objective("policy", loss)
+
+
+def _check_shape(key: str, loss: Any, mask: jax.Array) -> jax.Array:
+  """Refuses a user's loss that is not per token: weights would scale it."""
+  if (shape := getattr(loss, "shape", None)) != mask.shape:
+    raise InputError(
+      f"config.loss.{key}: the loss has shape {shape}, not {mask.shape}; return"
+      " a value for every token, and a policy loss as `loss` of a"
+      " losses.ClippedPolicyLoss"
+    )
+  return loss
 
 
 def _add_of_model(logs, name: str, of_model: Metrics, inputs, mask):

@@ -41,13 +41,15 @@ def load_run(path: str | os.PathLike) -> Run:
     The rows, the current settings and the file of samples.
 
   Raises:
-    InputError: A file is empty or one of its lines is damaged.
-    OSError: `metrics.jsonl` is missing or cannot be read.
+    InputError: A file cannot be read or is empty, or one of its lines is
+      damaged.
   """
   folder = pathlib.Path(path)
-  rows = metrics.read_rows(folder / "metrics.jsonl")
+  file = folder / "metrics.jsonl"
+  with as_input_error(f"{file}: cannot be read", "give a run", OSError):
+    rows = metrics.read_rows(file)
   if not rows:
-    raise InputError(f"{folder / 'metrics.jsonl'}: no step was logged yet")
+    raise InputError(f"{file}: no step was logged yet")
   config, samples = {}, folder / "samples.jsonl"
   changes = folder / "config_changes.jsonl"
   if (folder / "config.json").exists():

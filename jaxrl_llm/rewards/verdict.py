@@ -143,9 +143,11 @@ def failure(error: Exception) -> str:
 
 def _at(error: Exception) -> str:
   """Returns the innermost line in the first file outside this package."""
-  here = pathlib.Path(__file__).parent
+  package = pathlib.Path(__file__).parents[1]
   frames = traceback.extract_tb(error.__traceback__)
-  frames = [f for f in frames if pathlib.Path(f.filename).parent != here]
+  frames = [
+    f for f in frames if package not in pathlib.Path(f.filename).parents
+  ]
   lines = [f.lineno for f in frames if f.filename == frames[0].filename]
   if not lines:
     return ""

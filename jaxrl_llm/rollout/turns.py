@@ -99,10 +99,11 @@ class EnvironmentCalls:
     environment.state = state
     seen = environment.step(response)
     fits = isinstance(seen, Observation) and isinstance(seen.text, str)
-    if not fits or not (seen.done or seen.text):
+    fits = fits and isinstance(seen.role, str) and (seen.done or seen.text)
+    if not fits:
       raise TypeError(
-        f"step returned {repr(seen)[:60]}; return an Observation that is done"
-        " or has a text"
+        f"step returned {repr(seen)[:80]}; return an Observation that is done"
+        " or has a text, and whose role is a text"
       )
     rewards = {str(k): number(x, k) for k, x in seen.rewards.items()}
     # A state that is not JSON raises here, as a failure of the environment.

@@ -114,7 +114,7 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
     states, weights = restored
     last = states.step
     facts = saver.record(last, "facts")["facts"]
-    events += folder.check_facts(last, facts, run.inputs)
+    events += folder.check_facts(last, facts, run.inputs, changes)
   # Before the logger, which truncates rows after the checkpoint.
   events.append(folder.set_aside(last))
   if found:

@@ -48,7 +48,7 @@ def make_config(
   config_lib.update(config, changes)
   config.eval.pass_k = ()  # Could exceed a changed number of samples.
   if datasets:
-    config.eval.path = datasets
+    config_lib.update(config, {"eval.path": datasets})
     # If the training data are files, the sets have the same columns.
     files = config.data.source in sources.FILES
     config.eval.source = "" if files else "jsonl"

@@ -27,6 +27,7 @@ from jaxrl_llm.system import files, processes
 from jaxrl_llm.workdir import Changes
 
 _FILES = (reading.ROWS, "samples.jsonl")
+_DATA = "data.path"
 
 
 def _of_first(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,10 +136,13 @@ class Workdir:
       fixed.add(config_lib.KEPT)
     if "split" not in sources.reads(config.data.source):
       fixed.add(config_lib.HELD_OUT)
-    refused, base = {}, base_models.model_path(config)
-    moved = hf.has_settings(base, self.path / reading.MODEL)
+    refused, base, moved = {}, base_models.model_path(config), set()
+    if hf.has_settings(base, self.path / reading.MODEL):
+      moved.add("model.path")
+    if config.data.source in sources.FILES:
+      moved.add(_DATA)  # `check_facts` compares the files.
     for key, (old, new) in changes.items():
-      if key == "model.path" and moved:
+      if key in moved:
         continue
       resume = config_lib.KEYS[key].resume
       switched = resume == config_lib.SWITCH and bool(old) != bool(new)
@@ -209,7 +213,11 @@ class Workdir:
 
   @_of_first
   def check_facts(
-    self, step: int, saved: Mapping[str, Any], inputs: Mapping[str, str]
+    self,
+    step: int,
+    saved: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    changes: Changes,
   ) -> list[str]:
     """Compares the run's files with the facts stored in a checkpoint.
 
@@ -217,12 +225,13 @@ class Workdir:
       step: step of the checkpoint.
       saved: result of `facts` at that step.
       inputs: current inputs, as in `facts`.
+      changes: result of `changes`.
 
     Returns:
       A line if rows are missing or changed, and one for each changed input.
 
     Raises:
-      InputError: config.json has changed.
+      InputError: config.json has changed, or data.path names other data.
     """
     changed = {key for changes in reading.resumes(self.path) for key in changes}
     now = reading.flat(reading.read_config(self.path).to_dict())
@@ -238,6 +247,13 @@ class Workdir:
         " values, and change settings by --config.KEY=VALUE"
       )
     before = saved.get("inputs", {})  # Earlier versions kept none.
+    if _DATA in changes and before.get(_DATA) != inputs[_DATA]:
+      (line,) = reading.describe({_DATA: changes[_DATA]})
+      raise InputError(
+        f"{self.path}: cannot change on resume: {line}, because the files"
+        f" differ from those of checkpoint {step}; give copies of the same"
+        " files or another --workdir"
+      )
     lines = [
       f"config.{key}: the files have changed since checkpoint {step} was saved;"
       " the run continues with the current ones"

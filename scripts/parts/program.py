@@ -4,6 +4,7 @@ import argparse
 import functools
 import math
 import pathlib
+import signal
 import sys
 from collections.abc import Callable
 
@@ -44,7 +45,8 @@ def one_line(main: Callable[..., int | None]) -> Callable[..., int]:
       exit code (None: 0).
 
   Returns:
-    The wrapped function; its exit code is 2 for an InputError or OSError.
+    The wrapped function; its exit code is 2 for an InputError or OSError, and
+    130 after Ctrl-C.
   """
 
   @functools.wraps(main)
@@ -52,6 +54,9 @@ def one_line(main: Callable[..., int | None]) -> Callable[..., int]:
     name = pathlib.Path(main.__code__.co_filename).stem
     try:
       return main(arguments) or 0
+    except KeyboardInterrupt:
+      print(f"{name}: interrupted", file=sys.stderr)
+      return 128 + signal.SIGINT
     except ImportError as error:
       if "matplotlib" not in str(error.name):
         raise

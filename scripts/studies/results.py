@@ -63,7 +63,8 @@ def load_outcomes(
   for variant in study.variants:
     for seed in seeds:
       path = run_folder(folder, variant.name, seed)
-      if (path / "metrics.jsonl").exists():
+      rows = path / "metrics.jsonl"
+      if rows.exists() and rows.stat().st_size:  # Else it has just started.
         run = outcome(report.load_run(path).rows)._replace(seed=seed)
         outcomes.setdefault(variant.name, []).append(run)
   return outcomes

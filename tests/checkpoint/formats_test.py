@@ -65,7 +65,7 @@ def test_is_read_whole(released):
   states, weights = loop.restore(run, saver, 2)
   facts = saver.record(2)["facts"]
   saver.close()
-  assert Workdir(folder).check_facts(2, facts, run.inputs) == []
+  assert Workdir(folder).check_facts(2, facts, run.inputs, {}) == []
   assert states.step == weights.version == 2
   assert states.learner.critic.optimizer.step == 1  # The first full batch.
   # Unfinished responses, some of them by earlier weights.

@@ -212,6 +212,13 @@ class TestPromptSource:
     assert questions == ["1+1=", "2+2=", "3+3=", "4+4=", "1+1=", "2+2="]
     assert [p.answer for p in drawn[:4]] == ["2", "4", "6", "8"]
 
+  def test_a_prompt_without_tokens_is_refused(self, tokenizer):
+    prompts = prompt_source.PromptSource(
+      POOL, lambda example: [], tokenizer, seed=0, max_prompt_length=8
+    )
+    with pytest.raises(InputError, match="has no tokens; correct data.templ"):
+      draw(prompts, 1)
+
   def test_a_long_prompt_is_refused_by_name(self, tokenizer):
     source = [tasks.Example("row-9", "1" * 8, "1", "test")]
     assert draw(make_prompts(tokenizer, source, max_prompt_length=8), 1)

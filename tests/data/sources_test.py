@@ -295,11 +295,11 @@ class TestMakeSource:
   def test_a_maker_gets_what_it_reads(self, monkeypatch):
     made = []
     makers = {
-      "all": lambda path, split, seed, columns: made.append(
-        (path, split, seed)
+      "all": lambda path, split, seed, columns: (
+        made.append((path, split, seed)) or []
       ),
-      "some": lambda *, seed, level=1: made.append((seed, level)),
-      "rest": lambda **settings: made.append(settings),
+      "some": lambda *, seed, level=1: made.append((seed, level)) or [],
+      "rest": lambda **settings: made.append(settings) or [],
     }
     monkeypatch.setattr(sources, "SOURCES", makers)
     given = {"path": "p", "split": "s", "seed": 3}
@@ -326,6 +326,15 @@ class TestMakeSource:
   def test_refusals(self, name, settings, match):
     with pytest.raises(InputError, match=match):
       sources.make_source(name, settings)
+
+  @pytest.mark.parametrize(
+    ("made", "what"),
+    [([{"question": "1+1?"}], "list of dict"), (iter(()), "tuple_iterator;")],
+  )
+  def test_a_source_without_examples_is_refused(self, monkeypatch, made, what):
+    monkeypatch.setitem(sources.SOURCES, "mine", lambda: made)
+    with pytest.raises(InputError, match=f"'mine' returned a {what}"):
+      sources.make_source("mine")
 
 
 def asked(*questions):

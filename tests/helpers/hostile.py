@@ -42,6 +42,9 @@ class Hostile:
   def number_as_text(self):
     return Observation(5)
 
+  def no_role(self):
+    return Observation("1", role=None)
+
   def no_json(self):
     self.state = {1, 2}
     return Observation("1")

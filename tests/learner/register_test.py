@@ -174,6 +174,42 @@ class TestRegister:
       with pytest.raises(InputError, match=said):
         policy_batch(made)
 
+  def test_a_mask_only_leaves_out_tokens(self):
+    """A mask that counts padding would lower the loss of every token."""
+    register.mask("own", lambda mask, behavior_logprobs: behavior_logprobs > -5)
+    register.mask("soft", lambda mask: 0.5 * mask)
+    given = {
+      "trainable": jnp.array([[True, True, False]]),
+      "behavior_logprobs": jnp.array([[-9.0, -1.0, 0.0]]),
+    }
+    made = make_algorithm(loss__masks=("own",)).parts["unwindowed_policy_mask"]
+    np.testing.assert_array_equal(call(made, given), [[False, True, False]])
+    made = make_algorithm(loss__masks=("soft",)).parts["unwindowed_policy_mask"]
+    with pytest.raises(InputError, match="loss.masks: .* float32, not bool"):
+      call(made, given)
+    with pytest.raises(ValueError, match="first argument must be `mask`"):
+      register.mask("other", lambda rewards, mask: mask & (rewards > 0))
+
+  @pytest.mark.parametrize("how", ["plain", "reduced", "auxiliary"])
+  def test_a_loss_that_is_not_per_token_is_refused(self, model, how):
+    def own(logprobs, proximal_logprobs, advantages):
+      clip = {"clip_low": 0.2, "clip_high": 0.2}
+      found = losses.clipped_policy_loss(
+        logprobs, proximal_logprobs, advantages, **clip
+      )
+      whole = found._replace(loss=found.loss.sum())
+      return {"plain": found.loss, "reduced": whole, "auxiliary": found}[how]
+
+    register.loss("own", own)
+    register.auxiliary("own", lambda logprobs: logprobs.sum())
+    aux = {"loss__auxiliary": {"own": 0.5}} if how == "auxiliary" else {}
+    run = tiny_run.make_run(model, loss__name="own", **aux)
+    states, _, collected = tiny_run.collect(run)
+    responses = collected.batch.responses
+    key = "auxiliary" if aux else "name"
+    with pytest.raises(InputError, match=f"config.loss.{key}: .* shape"):
+      run.learner.update(states.learner, responses, metrics.PhaseTimer())
+
   def test_an_input_that_nothing_gives_is_refused(self):
     register.estimator("own", lambda token_rewards, tokenz: token_rewards)
     register.loss("own", lambda logprobs, values: logprobs)

@@ -324,6 +324,9 @@ def test_a_hostile_environment_loses_nothing(alone, how):
   # Text outside a word-level vocabulary also ends the conversation.
   np.testing.assert_array_equal(failed, second & (how != "flood"))
   assert any(second)
+  if how == "fail":  # The error names the line of the environment.
+    errors = [said.get("failed", "hostile.py:") for said in table.values()]
+    assert all("hostile.py:" in error for error in errors)
   for said, had in zip(table.values(), second):
     kept = how == "broken_text" and had
     assert said["rewards"] == ({"kept": 1.0} if kept else {})
@@ -335,7 +338,7 @@ def test_a_hostile_environment_loses_nothing(alone, how):
 
 
 @pytest.mark.parametrize(
-  "how", ["silence", "numbers", "number_as_text", "no_json"]
+  "how", ["silence", "numbers", "number_as_text", "no_role", "no_json"]
 )
 def test_what_is_no_observation_is_a_failure(how):
   calls = EnvironmentCalls(hostile.Hostile, {"how": how})
