@@ -78,7 +78,13 @@ def _read_json_config(
   path: str | os.PathLike[str],
 ) -> tuple[pathlib.Path, dict[str, Any]]:
   """Returns the path of a directory's config.json and its values."""
-  file = hf_files.member(hf_files.directory(path), hf_files.CONFIG)
+  folder = hf_files.directory(path)
+  if (folder / _PEFT_CONFIG).exists():
+    raise InputError(
+      f"{folder / _PEFT_CONFIG}: this adapter would be ignored; merge it into"
+      " its model with PEFT's merge_and_unload, and give the merged model"
+    )
+  file = hf_files.member(folder, hf_files.CONFIG)
   return file, hf_files.read_json(file)
 
 

@@ -443,6 +443,10 @@ class TestDirectories:
     expect_one_line(model, [name])
     expect_one_line(model / "gone", [""])
 
+  def test_an_adapter_is_not_ignored(self, model):
+    (model / "adapter_config.json").write_text("{}")
+    expect_one_line(model, ["adapter_config.json"])
+
   @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "model.pt", "a.pth", "weights.pkl"]
   )
