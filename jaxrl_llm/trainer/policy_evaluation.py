@@ -46,7 +46,8 @@ def make_config(
     changes = _fitting_settings(policy) | changes
   config.model.path = policy.directory
   config_lib.update(config, changes)
-  config.eval.pass_k = ()  # Could exceed a changed number of samples.
+  # These may not fit a changed number of samples or other sets.
+  config.eval.pass_k, config.checkpoint.best = (), ""
   if datasets:
     config_lib.update(config, {"eval.path": datasets})
     # If the training data are files, the sets have the same columns.
