@@ -137,15 +137,16 @@ def _draw_metric(
   axis, runs: Sequence[Run], metric: str, index: int, label: str
 ) -> None:
   """Draws a metric of a panel, distinguished by dashes or markers."""
-  held_out, several = metric.startswith("eval/"), len(runs) > 1
+  several = len(runs) > 1
+  sparse = metric.startswith(("eval/", "time/evaluate"))  # Not in every step.
   style = {"linestyle": "--" if several and index else "-"}
-  if held_out:
+  if sparse:
     marker = "osD^v"[index % 5]
     style = {"linestyle": "", "marker": marker, "markersize": 4}
   for number, run in enumerate(runs):
     style["color"] = f"C{number if several else index}"
     steps, values = series(run, metric)
-    if held_out:
+    if sparse:
       errors = dict(zip(*series(run, f"{metric}_se")))
       errors = [errors.get(step, 0.0) for step in steps]
       axis.errorbar(steps, values, errors, capsize=2.5, **style)
@@ -155,7 +156,7 @@ def _draw_metric(
       axis.plot(steps, _smooth(values), linewidth=width, **style)
   if several:
     style["color"] = "black"
-  if have_a_mean(runs) and not held_out:
+  if have_a_mean(runs) and not sparse:
     curves = [series(run, metric) for run in runs]
     curves = [(steps, _smooth(values)) for steps, values in curves]
     draw_mean(axis, curves, **style)
