@@ -197,8 +197,8 @@ class Tokenizer:
     # Replace spellings in messages by characters that occur nowhere else, so
     # that the template may trim and split content freely, and restore them
     # after the template's own control tokens have been cut out.
-    written = [*map(dict, messages)]
-    written = json.dumps(written, ensure_ascii=False, default=str)
+    plain = [*map(dict, messages)]
+    written = json.dumps(plain, ensure_ascii=False, default=str)
     taken = self.chat_template + written
     unused = (chr(c) for c in _PRIVATE_USE if chr(c) not in taken)
     disguise = dict(zip(self._special, unused))

@@ -86,7 +86,7 @@ class Scoring:
     """
     leaves = self.learner.algorithm.leaves
     read = {"old_logprobs", "entropies"} & (leaves | needs_of(leaves))
-    out = {name: self.zeros() for name in {"old_logprobs", *read}}
+    out = {name: self.zeros() for name in sorted({"old_logprobs", *read})}
     out["scored"] = np.zeros(len(self.rollout.lengths), bool)
     batches = self.mini_batches["policy"]
     if not read:

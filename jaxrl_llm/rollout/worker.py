@@ -335,7 +335,7 @@ class _Collection:
 
   def _write(self, rows: Rollout, **settings: Any) -> Rollout:
     """Continues responses; settings of `ResponseWriter.write`."""
-    if is_demonstrated(rows).any():
+    if is_over(rows).any():
       raise InputError(
         "the prompt source demonstrates responses, but windows and streaming"
         " need sampled ones; use schedule.window=0 and schedule.streaming=False"
