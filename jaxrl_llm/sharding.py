@@ -250,21 +250,25 @@ def slot_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
   return NamedSharding(mesh, P(_present(SLOT_AXES, mesh), heads))
 
 
-def looked_up(place: NamedSharding, width: int) -> NamedSharding:
-  """Sharding of embeddings that are looked up where the table's columns are.
+def lookup_sharding(states: NamedSharding, width: int) -> NamedSharding:
+  """Sharding in which embeddings are looked up: by columns of the table.
 
-  Each device has part of the width of all tokens of its group. An all-to-all
-  exchange then leads to `place`.
+  A device has the columns of its shard for all tokens of its group of devices.
+  From there, an all-to-all within the group leads to `states`.
 
   Args:
-    place: sharding of hidden states [R, C, width].
-    width: size of the last dimension.
+    states: sharding of hidden states [R, C, D].
+    width: D.
+
+  Returns:
+    Sharding of arrays [R, C, D].
   """
-  split = _split("embed", width, place.mesh) or ()
-  axes = [(x,) if isinstance(x, str) else x or () for x in place.spec]
-  rest = [tuple(a for a in each if a not in split) for each in axes]
-  rest += [()] * (2 - len(rest))
-  return NamedSharding(place.mesh, P(*rest[:2], split))
+  split = _split("embed", width, states.mesh) or ()
+  rest = (
+    tuple(axis for axis in jax.tree.leaves(axes) if axis not in split)
+    for axes in (*states.spec, None, None)[:2]
+  )
+  return NamedSharding(states.mesh, P(*rest, split))
 
 
 def packed_kv_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:

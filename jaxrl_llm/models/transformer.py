@@ -109,17 +109,25 @@ def embed(
   tokens: chex.Array,
   config: ModelConfig,
   numerics: Numerics,
-  place: jax.sharding.NamedSharding | None = None,
+  sharding: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
-  """Returns the embeddings [R, C, D] of tokens, with a sharding if given."""
+  """Returns the embeddings [R, C, D] of tokens.
+
+  Args:
+    params: parameters with the table [V, D].
+    tokens: int32 [R, C].
+    config: the architecture.
+    numerics: dtypes.
+    sharding: sharding of the result; None leaves it to the compiler.
+  """
   module = make_module("embed", config, numerics, params["embed"])
   x = module(tokens, numerics.activations)
-  if place is None:
+  if sharding is None:
     return x
   # Without the first step, XLA may replicate the embeddings of all tokens.
-  for each in (sharding_lib.looked_up(place, config.hidden_size), place):
-    x = jax.lax.with_sharding_constraint(x, each)
-  return x
+  first = sharding_lib.lookup_sharding(sharding, config.hidden_size)
+  x = jax.lax.with_sharding_constraint(x, first)
+  return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def final_norm(
