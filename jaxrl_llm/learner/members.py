@@ -159,6 +159,7 @@ class Frozen(NamedTuple):
   load: Callable[[], Any]  # () -> params.
   # (params, PackedRows, *arguments of the policy) -> arrays [M, r, C], jitted.
   score: Callable[..., Any]
+  shares_prompts: bool  # See `packing.pack`.
 
 
 def make_frozen(
@@ -176,7 +177,8 @@ def make_frozen(
   shapes = jax.jit(lambda x: x, out_shardings=places).eval_shape(whole)
   score = functools.partial(scoring.score_logprobs, fns=fns)
   score = jax.jit(score, out_shardings=sharding.replicated(mesh))
-  return Frozen(shapes, functools.partial(read, shapes), score)
+  read = functools.partial(read, shapes)
+  return Frozen(shapes, read, score, fns.shares_prompts)
 
 
 def policy_training(fns: ModelFns, algorithm: Algorithm) -> Training:

@@ -22,12 +22,14 @@ class Packer:
 
   Attributes:
     members: members by name, including the policy.
+    share: member -> whether samples of a group share their prompt.
     capacity: tokens per packed row.
     views: member -> function that returns the samples as the member reads them;
       a member without a view reads the policy's samples.
   """
 
   members: Mapping[str, Member]
+  share: Mapping[str, bool]
   capacity: int
   views: Mapping[str, View] = dataclasses.field(default_factory=dict)
 
@@ -112,7 +114,7 @@ class Packer:
       capacity=self.capacity,
       rows=member.settings.micro_batch_size,
       chosen=rows,
-      share=member.fns.shares_prompts,
+      share=self.share[name],
     )
 
   def _seen(self, name: str, rollout: Rollout) -> Rollout:
@@ -145,8 +147,7 @@ class Packer:
 
   def _tokens(self, name: str, rollout: Rollout) -> int:
     """Returns the number of tokens of groups in packed rows of a member."""
-    share = self.members[name].fns.shares_prompts
-    seen = self._seen(name, rollout)
+    seen, share = self._seen(name, rollout), self.share[name]
     _, lengths = packing.make_units(seen, self.capacity, share=share)
     return sum(lengths)
 
@@ -168,7 +169,7 @@ class Packer:
         capacity=self.capacity,
         rows=rows,
         micro_batches=-(-most_rows // rows),
-        share=member.fns.shares_prompts,
+        share=self.share[name],
       )
       every = np.arange(len(rollout.lengths))
       found[name] = [MiniBatch(every, layout, rollout)]

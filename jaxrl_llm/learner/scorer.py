@@ -114,7 +114,11 @@ class Scorer:
 
   @functools.cached_property
   def _packer(self) -> Packer:
-    return Packer(self.members, self.settings.max_tokens_per_row, self.views)
+    share = {k: x.fns.shares_prompts for k, x in self.members.items()}
+    # Frozen models score the packed rows of the policy.
+    share["policy"] &= all(x.shares_prompts for x in self.frozen.values())
+    capacity = self.settings.max_tokens_per_row
+    return Packer(self.members, share, capacity, self.views)
 
   @functools.cached_property
   def _estimate(self) -> Callable[[Experience], Experience]:

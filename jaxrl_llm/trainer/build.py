@@ -261,10 +261,6 @@ def _make_frozen(
         read_policy_params, path, model_config=model_config
       )
       made[key] = members.make_frozen(fns, read_params, both.trainer)
-      if not fns.shares_prompts:  # It scores the packed rows of the policy.
-        own = learner.policy.fns._replace(shares_prompts=False)
-        policy = dataclasses.replace(learner.policy, fns=own)
-        learner.members = {**learner.members, "policy": policy}
       read += sorted(pathlib.Path(path).glob("*.safetensors"))
   return made, {"estimator.settings": digest.of_files(read)} if made else {}
 

@@ -25,7 +25,7 @@ def make_packer(mini_batch=3, critic=True):
   members = {"policy": member(False), "critic": member(True)}
   if not critic:
     del members["critic"]
-  return Packer(members, capacity=64)
+  return Packer(members, dict.fromkeys(members, True), capacity=64)
 
 
 def make_responses(cut=(), first=0):
@@ -181,12 +181,10 @@ def test_a_member_with_a_view_reads_more_and_answers_for_the_same_tokens():
   assert used[1] > used[0]
 
 
-def member(micro_batch_size=2, shares=True):
+def member(micro_batch_size=2):
   """Makes a member with just the attributes that packing needs."""
-  return types.SimpleNamespace(
-    settings=types.SimpleNamespace(micro_batch_size=micro_batch_size),
-    fns=types.SimpleNamespace(shares_prompts=shares),
-  )
+  settings = types.SimpleNamespace(micro_batch_size=micro_batch_size)
+  return types.SimpleNamespace(settings=settings)
 
 
 def streamed(packer, rollout):
@@ -214,7 +212,8 @@ def test_parts_of_a_stream_fit_what_every_member_reads(reads, group_size):
   alone = reads == "each prompt"
   context = after_answers(lambda row: range(2, 42), width=40)
   packer = Packer(
-    {"policy": member(), "critic": member(shares=not alone)},
+    {"policy": member(), "critic": member()},
+    {"policy": True, "critic": not alone},
     capacity=64,
     views={} if alone else {"critic": context},
   )
@@ -232,6 +231,7 @@ def test_parts_of_a_stream_fit_prompts_of_nearly_a_row():
     prompt_lengths=full(rollout.prompt_lengths, 60),
     lengths=full(rollout.lengths, 2),
   )
-  packer = Packer({"policy": member(micro_batch_size=8)}, capacity=64)
+  members = {"policy": member(micro_batch_size=8)}
+  packer = Packer(members, {"policy": True}, capacity=64)
   parts = streamed(packer, rollout)
   assert sum(len(part.rewards) for part, _ in parts) == 160
