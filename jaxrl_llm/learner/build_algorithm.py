@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterable
 
 import jax
-import jax.numpy as jnp
 
 from jaxrl_llm import estimators, losses
 from jaxrl_llm.errors import InputError
@@ -167,17 +166,17 @@ def _chosen_parts(config: Groups) -> dict[str, Part]:
 def _per_token(key: str, chosen: Part) -> Part:
   """Refuses results of a user's part that are not per token."""
 
-  def checked(*arrays):
-    made = chosen.fn(*arrays)
-    if jnp.ndim(made) != 2:
+  def checked(made, trainable):
+    shape = getattr(made, "shape", type(made).__name__)
+    if shape != trainable.shape:
       raise InputError(
-        f"config.{key}: this part returned an array of shape"
-        f" {jnp.shape(made)}, not [B, T]; return a value for every token, such"
-        " as x[:, None] * mask"
+        f"config.{key}: this part returned {shape}, not an array of shape"
+        f" {trainable.shape}; return a value for every token, such as"
+        " x[:, None] * mask"
       )
     return made
 
-  return chosen._replace(fn=checked)
+  return then(chosen, part(checked))
 
 
 def _rewards(config: Groups) -> dict[str, Part]:

@@ -141,7 +141,7 @@ class TestRegister:
     register.estimator("own", lambda x: x, x="token_rewards")
     made = make_algorithm(loss__name="own", estimator__name="own")
     assert made.policy_loss.reads[:2] == ("logprobs", "behavior_logprobs")
-    assert made.parts["advantages"].reads == ("token_rewards",)
+    assert made.parts["advantages"].reads[0] == "token_rewards"
 
   def test_an_own_input_has_settings_of_the_loss_and_the_estimator(self):
     def own(rewards, *, gamma, clip_high):
@@ -165,12 +165,20 @@ class TestRegister:
     nothing = {k: 0 * batch.inputs[k] for k in ("weights", "nll/weights")}
     assert not batch.replace(inputs=batch.inputs | nothing).trains
 
-  def test_results_per_response_are_refused(self):
-    register.estimator("own", lambda rewards: rewards)
-    register.mask("own", lambda mask, rewards: rewards > 0)
+  @pytest.mark.parametrize(
+    ("own", "shape"),
+    [
+      (lambda rewards: rewards > 0, r"\(\d+,\)"),
+      (lambda rewards: rewards[:, None] > 0, r"\(\d+, 1\)"),
+      (lambda rewards: list(rewards > 0), "list"),
+    ],
+  )
+  def test_results_that_are_not_per_token_are_refused(self, own, shape):
+    register.estimator("own", own)
+    register.mask("own", lambda mask, rewards: own(rewards))
     for key, name in (("estimator__name", "own"), ("loss__masks", ("own",))):
       made = make_algorithm(**{"estimator__name": "group", key: name})
-      said = rf"config.{key.replace('__', '.')}: .* \(\d+,\), not \[B, T\]"
+      said = f"config.{key.replace('__', '.')}: .* {shape}, not an array"
       with pytest.raises(InputError, match=said):
         policy_batch(made)
 
