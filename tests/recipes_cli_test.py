@@ -91,15 +91,6 @@ off_policy.keep_weights=float32 schedule.lag=0: \
 loss.name=gspo off_policy.proximal=ewma: loss.name, off_policy.proximal
 loss.name=policy_gradient off_policy.proximal=stored: \
   loss.name, off_policy.proximal
-off_policy.ess_scale=True off_policy.proximal=stored: \
-  off_policy.ess_scale, off_policy.proximal
-off_policy.ess_scale=True off_policy.proximal=interpolate: \
-  off_policy.ess_scale, off_policy.proximal
-estimator.name=optimal_baseline off_policy.proximal=stored no_critic: \
-  estimator.name, off_policy.proximal
-loss.name=hapo off_policy.proximal=stored: loss.name, off_policy.proximal
-sampler.entropy_tau=0.1 off_policy.proximal=stored: \
-  sampler.entropy_tau, off_policy.proximal
 off_policy.proximal=none: loss.name, off_policy.proximal
 off_policy.proximal=none loss.name=likelihood off_policy.correction=truncate: \
   off_policy.correction, off_policy.proximal

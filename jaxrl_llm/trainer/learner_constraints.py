@@ -10,7 +10,6 @@ from jaxrl_llm.learner.choices import (
   POLICY_LOSSES,
   correction_of,
   has_critic,
-  logits_processors,
   make_part,
 )
 from jaxrl_llm.learner.parts import Part
@@ -70,20 +69,10 @@ def groups(config: Any) -> Rules:
 
 
 def off_policy(config: Any) -> Rules:
-  """Checks the proximal policy against the loss and other readers of scores."""
+  """Checks the proximal policy against the loss."""
   proximal, name = config.off_policy.proximal, config.loss.name
-  unscored = proximal in ("stored", "interpolate")
   loss, _ = make_part(POLICY_LOSSES, "loss", config.loss.to_dict())
   no_ratio = proximal == "none"
-  scored = {
-    "off_policy.ess_scale": config.off_policy.ess_scale,
-    "estimator.name": config.estimator.name == "optimal_baseline",
-    "loss.name": name == "hapo",
-  }
-  processors = logits_processors(config.sampler.to_dict())
-  for processor in [k for k, x in processors.items() if x.state is not None]:
-    key = f"sampler.{processor}"
-    scored[key if key in config_lib.KEYS else "sampler.processors"] = True
   corrected = proximal != "recompute" or correction_of(config)[0] != "none"
   return [
     (proximal == "ewma" and name not in ("clip", "cispo"),
@@ -96,16 +85,13 @@ def off_policy(config: Any) -> Rules:
     (no_ratio and correction_of(config)[0] != "none",
       "off_policy.correction, off_policy.proximal",
       "a correction needs a proximal policy; use correction='none'"),
-    (unscored and name == "policy_gradient", "loss.name, off_policy.proximal",
+    (proximal == "stored" and name == "policy_gradient",
+      "loss.name, off_policy.proximal",
       "this loss has no ratio and needs no proximal policy; use 'recompute'"),
     (config.sampler.processors and not corrected,
       "sampler.processors, off_policy.correction",
       "they change the sampling distribution, but the trainer scores the"
       " policy's; use correction='truncate' or 'mask'"),
-    *((unscored and needed, f"{key}, off_policy.proximal",
-      "needs the log-probs or entropies of the trainer's scoring pass; use"
-      " proximal='recompute'")
-      for key, needed in scored.items()),
   ]
 
 

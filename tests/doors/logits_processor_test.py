@@ -55,10 +55,6 @@ def test_trains_with_a_correction(model, tmp_path):
   ("changes", "why"),
   [
     ({}, r"processors=.* with config.off_policy.correction='auto': they chan"),
-    (
-      {"off_policy__proximal": "stored"},
-      r"processors=.* with config.off_policy.proximal='stored': needs the log",
-    ),
     ({"sampler__processors": ("nope",)}, "config.sampler.processors=.*nope"),
   ],
 )

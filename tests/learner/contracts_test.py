@@ -216,6 +216,36 @@ class TestAverage:
 
 
 class TestMismatch:
+  @pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+      ({}, 0.5),  # The first mini-batch, to compare sampler and trainer.
+      ({"loss__name": "hapo"}, 1.0),
+      ({"sampler__entropy_tau": 0.1}, 1.0),
+      ({"off_policy__ess_scale": True}, 1.0),
+      ({"estimator__name": "optimal_baseline"}, 1.0),
+    ],
+  )
+  def test_all_rows_are_scored_if_a_part_reads_scores(
+    self, model, changes, share
+  ):
+    run = make_run(
+      model,
+      off_policy__proximal="stored",
+      **{"estimator__name": "group"} | changes,
+    )
+    states, _, collected = tiny_run.collect(run)
+    seen = []
+    _, row = run.learner.update(
+      states.learner,
+      collected.batch.responses,
+      metrics.PhaseTimer(),
+      seen.append,
+    )
+    (batch,) = seen
+    assert batch.scores["scored"].mean() == share
+    assert row["policy/skipped"] == 0 and row["policy/grad_norm"] > 0
+
   def test_is_seen_even_if_the_ratio_is_against_the_sampler(self, model):
     run = make_run(model, off_policy__proximal="stored")
     engine = run.worker.writer.engine
