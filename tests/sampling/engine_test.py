@@ -247,19 +247,23 @@ class TestBadInput:
     "settings, message",
     [
       ({"temperature": float("nan")}, r"temperature=nan, .* in \[0, inf\)"),
+      ({"temperature": None}, "temperature=None, expected a number in"),
       ({"top_k": -1}, r"top_k=-1, expected .* in \[0, inf\)"),
+      ({"top_k": 1.5}, "top_k=1.5, expected an integer in"),
       ({"top_p": 1.5}, r"top_p=1.5, expected .* in \(0, 1\]"),
       ({"min_p": 1.0}, r"min_p=1.0, expected .* in \[0, 1\)"),
+      ({"max_new_tokens": 2.5}, "max_new_tokens=2.5, expected an integer in"),
       ({"max_new_tokens": 21}, r"max_new_tokens=21, .* in \[1, 20\]"),
       ({"min_new_tokens": 21}, r"min_new_tokens=21, .* in \[0, 20\]"),
       ({"min_new_tokens": 5, "max_new_tokens": 4}, r"tokens=5, .* in \[0, 4\]"),
       ({"logit_bias": {67: 1.0}}, "tokens 0..66 .*got 67: 1.0"),
+      ({"logit_bias": {1.5: 1.0}}, "tokens 0..66 .*got 1.5: 1.0"),
       ({"logit_bias": {-1: 1.0}}, "tokens 0..66 .*got -1: 1.0"),
       ({"logit_bias": {3: np.inf}}, "below infinity, got 3: inf"),
       ({"logit_bias": {3: np.nan}}, "below infinity, got 3: nan"),
       *(
         ({"stop_strings": x}, "stop_strings must be a tuple of")
-        for x in (("a", ""), (3,), "END")
+        for x in (("a", ""), (3,), "END", None)
       ),
     ],
   )
@@ -280,9 +284,10 @@ class TestBadInput:
     with pytest.raises(ValueError, match=message):
       generate(prompts=prompts, ids=ids)
 
-  def test_an_engine_without_slots_raises(self):
-    with pytest.raises(ValueError, match=r"slots=0, expected .* in \[1, inf\)"):
-      make_engine(slots=0)
+  @pytest.mark.parametrize("slots", [0, 1.5])
+  def test_a_wrong_number_of_slots_raises(self, slots):
+    with pytest.raises(ValueError, match=rf"slots={slots}, .* in \[1, inf\)"):
+      make_engine(slots=slots)
 
   @pytest.mark.parametrize("temperature", [0.0, 0.9])
   def test_weights_that_are_no_numbers_raise(self, temperature):
