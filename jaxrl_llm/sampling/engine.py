@@ -81,7 +81,7 @@ class Engine(Scheduler):
     )
     super().__init__(
       config,
-      lambda: PagedCache(
+      PagedCache(
         programs,
         config,
         shards=shards,
@@ -204,10 +204,6 @@ class Engine(Scheduler):
         params, shape(size, jnp.int32, sharding=self.fns.slots_sharding)
       )
     return lowered
-
-  def prompts_at_a_time(self, group_size: int) -> int:
-    """Returns the number of prompts whose responses fill the slots."""
-    return max(1, self.config.slots // group_size)
 
   def _metadata(
     self,

@@ -62,6 +62,10 @@ class PagedCache:
     history = config.num_draft_tokens or config.exact
     self._history = config.max_length if history else 0
     self.stats = EngineStats()  # Counters of prefills.
+    self.reset()
+
+  def reset(self) -> None:
+    """Drops weights and contents, and the arrays on the device."""
     self._kv_cache = None
     self.set_params(None)
 
@@ -88,8 +92,7 @@ class PagedCache:
       self._kv_cache = self.programs.init_kv_cache()
     if contexts:
       self._prefill(contexts)
-    if copies:
-      self._copy_pages(copies)
+    self._copy_pages(copies)
     self._extend(extended)
 
   def decode(
@@ -142,10 +145,8 @@ class PagedCache:
     config, group_size = self._config, contexts[0][0].params.group_size
     new = [same for same in contexts if not same[0].length]
     continued = [same for same in contexts if same[0].length]
-    # Two batch sizes of the prefill: a small one for refills, and a large one,
-    # unless more than half of it would be padding.
-    few = -(-(config.refill_slots - 1) // group_size) + 1
-    many = max(few, config.slots // group_size)
+    few, many = config.prompts_per_prefill(group_size)
+    # The large batch, unless more than half of it would be padding.
     count = few if len(new) <= max(few, many // 2) else many
     self._prefill_parts(new, count, config.max_prompt_length, None)
     count = config.continued_per_prefill(self.shards)

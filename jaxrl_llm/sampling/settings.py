@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.sampling.allocator import default_page_size
-from jaxrl_llm.sampling.rules import MIN_FREE_FRACTION
+from jaxrl_llm.sampling.rules import min_free
 
 # With several threads, rows of a bfloat16 product left over from blocks of 8
 # are summed in another order than the rest.
@@ -87,7 +87,12 @@ class EngineConfig:
   @property
   def refill_slots(self) -> int:
     """Minimum number of free slots for a prefill while others decode."""
-    return max(1, int(self.slots * MIN_FREE_FRACTION))
+    return min_free(self.slots)
+
+  def prompts_per_prefill(self, group_size: int) -> tuple[int, int]:
+    """Returns two batch sizes of new prompts: of refills, and of all slots."""
+    few = -(-(self.refill_slots - 1) // group_size) + 1
+    return few, max(few, self.slots // group_size)
 
   def continued_per_prefill(self, shards: int) -> int:
     """Returns how many continued responses are prefilled at a time.

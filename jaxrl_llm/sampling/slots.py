@@ -220,23 +220,19 @@ class ModelRunner:
     `known` tokens are used instead of drawn ones.
     """
     shape = ahead.shape
-    index = slots.length[:, None] + ahead
+    index = (slots.length[:, None] + ahead).reshape(-1)
+    per_token = functools.partial(jnp.repeat, repeats=shape[1])
 
-    def uniform_of(sample_id, index):
+    @jax.vmap
+    def draw(sample_id, index):
       sample_key = jax.random.fold_in(metadata.key, sample_id)
-      return jax.vmap(
-        lambda i: jax.random.uniform(jax.random.fold_in(sample_key, i))
-      )(index)
+      return jax.random.uniform(jax.random.fold_in(sample_key, index))
 
-    uniform = jax.vmap(uniform_of)(slots.sample_id, index).reshape(-1)
-
-    def per_token(x):
-      return jnp.repeat(x, shape[1])
-
+    uniform = draw(per_token(slots.sample_id), index)
     settings = (per_token(slots[name]) for name in Distribution._fields[1:])
     distribution = Distribution(logits.reshape(-1, logits.shape[-1]), *settings)
     context = TokenContext(
-      index.reshape(-1), per_token(slots.min_tokens), metadata.stop_tokens
+      index, per_token(slots.min_tokens), metadata.stop_tokens
     )
     states = metadata.states
     for name, processor in (*BUILT_IN.items(), *self.processors):

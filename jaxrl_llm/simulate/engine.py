@@ -84,7 +84,7 @@ class SimulatedEngine(Scheduler):
     sizes = {"shards": 1, "sharding": None, "shares_pages": False}
     super().__init__(
       config,
-      lambda: _Cache(programs, config, **sizes),
+      _Cache(programs, config, **sizes),
       speculation=AdaptiveSpeculation(0),
       detokenize=None,
       clock=lambda: self.seconds,

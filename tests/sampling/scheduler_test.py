@@ -81,7 +81,7 @@ class TestSharedPages:
     places = {"shards": 1, "sharding": None, "shares_pages": True}
     scheduler = Scheduler(
       config,
-      lambda: PagedCache(programs, config, **places),
+      PagedCache(programs, config, **places),
       speculation=AdaptiveSpeculation(0),
       detokenize=None,
     )
