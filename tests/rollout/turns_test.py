@@ -6,7 +6,6 @@ import json
 import chex
 import numpy as np
 import pytest
-import reference
 from helpers import chat_model, hostile, tiny_run
 from helpers.echo import Echo
 from helpers.tiny_tppo import record
@@ -219,32 +218,6 @@ class TestTurnRewards:
         np.testing.assert_array_equal(given[number], rollout.turn_rewards[row])
         checked += bool(rollout.window_start[row] and fresh.any())
     assert checked > 20
-
-  def test_are_credited_from_there_backwards(self, paid, paid_history):
-    settings = paid.config.estimator
-    assert sum(len(step.critic) for step in paid_history) > 0
-    for step in paid_history:
-      (seen,) = step.estimated
-      rollout, made = seen.rollout, seen.experience
-      rewards, values = rollout.turn_rewards, seen.scores["values"]
-      to_go = np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
-      mask = made["value_mask"]
-      np.testing.assert_allclose(made["returns"][mask], to_go[mask], atol=1e-5)
-      cut = rollout.status == Status.TRUNCATED
-      last = [np.flatnonzero(row)[-1] for row in rollout.mask]
-      behind = np.where(cut, values[np.arange(len(last)), last], 0.0)
-      lambdas = [
-        reference.length_adaptive_lambda(n, settings.alpha)
-        for n in rollout.mask.sum(axis=1)
-      ]
-      expected = reference.gae(
-        rewards, values, rollout.mask, 1.0, np.c_[lambdas], behind
-      )
-      mask = made["policy_mask"]
-      assert not (mask & (rollout.origin == Origin.FOREIGN)).any()
-      np.testing.assert_allclose(
-        made["advantages"][mask], expected[mask], atol=1e-4
-      )
 
 
 class TestStopAfterResponses:

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import scripted, tiny
@@ -15,7 +14,6 @@ from helpers.tiny_engine import (
   SETTINGS,
   G,
   N,
-  P,
   T,
   assert_same_responses,
   engine,
@@ -25,7 +23,6 @@ from helpers.tiny_engine import (
   make_engine,
   params,
   rows,
-  sequences,
   write,
 )
 
@@ -154,30 +151,6 @@ class TestEnds:
 
 
 class TestDistribution:
-  """The sampler draws from the distribution that the trainer computes."""
-
-  def test_sampler_equals_trainer(self):
-    out = generate(settings=SamplingSettings(temperature=0.7))
-    tokens, where = sequences(out)
-    index = np.arange(N * G)[:, None]
-    total = (out.prompt_lengths + out.lengths)[:, None]
-    present = (np.arange(P + T)[None] < total).astype(np.int32)
-    mask = np.zeros((N * G, P + T), bool)
-    mask[index, where - 1] = out.mask
-    fns, trained = tiny.tiny_policy()
-    rows = models.PackedRows(
-      tokens=tokens,
-      segments=present,
-      positions=np.broadcast_to(np.arange(P + T, dtype=np.int32), tokens.shape),
-      targets=np.roll(tokens, -1, axis=1),
-      mask=mask,
-    )
-    trainer, _ = fns.logprobs(trained, rows, jnp.float32(0.7))
-    got = np.asarray(trainer.logprobs)[index, where - 1]
-    np.testing.assert_allclose(
-      np.where(out.mask, got, 0), out.behavior_logprobs, rtol=0, atol=1e-5
-    )
-
   def test_greedy_is_the_argmax_of_the_full_forward(self):
     out = generate(settings=SamplingSettings(temperature=0.0))
     best = law(out).argmax(-1)

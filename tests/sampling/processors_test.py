@@ -71,27 +71,22 @@ class TestStateless:
     assert (out.tokens[there & (place % 2 == 1)] % 2 == 0).any()
 
   def test_the_order_is_that_of_the_mapping(self):
-    def sharpen(distribution, context, state):
-      del context, state
-      return distribution._replace(logits=2 * distribution.logits)
+    double = lambda logits: 2 * logits
+    shift = lambda logits: logits.at[:, 5].add(3.0)
 
-    def shift(distribution, context, state):
-      del context, state
-      changed = distribution.logits.at[:, 5].add(3.0)
-      return distribution._replace(logits=changed)
+    def processor(change):
+      return LogitsProcessor(
+        lambda distribution, context, state: distribution._replace(
+          logits=change(distribution.logits)
+        )
+      )
 
-    processors = [
-      ("sharpen", LogitsProcessor(sharpen)),
-      ("shift", LogitsProcessor(shift)),
-    ]
+    processors = [("double", processor(double)), ("shift", processor(shift))]
+    plain = SamplingSettings()
     settings = SamplingSettings(temperature=0.5, logit_bias={5: 1.5})
-    first = generate(
-      make_engine(processors=dict(processors)), settings=SamplingSettings()
-    )
+    first = generate(make_engine(processors=dict(processors)), settings=plain)
     assert_same_responses(first, generate(settings=settings))
     settings = dataclasses.replace(settings, logit_bias={5: 3.0})
-    last = generate(
-      make_engine(processors=dict(reversed(processors))),
-      settings=SamplingSettings(),
-    )
+    own = make_engine(processors=dict(reversed(processors)))
+    last = generate(own, settings=plain)
     assert_same_responses(last, generate(settings=settings))

@@ -76,18 +76,16 @@ class TestStopAfterResponses:
     view = _view(4, 1, 2, ended=3)
     assert rules.stop_after_responses(2)(view) == Decision(halt=True)
     assert rules.stop_after_responses(3)(view) == Decision(halt=True)
-    assert rules.stop_after_responses(4)(view) == rules.continuous_batching(
-      view
-    )
+    goes_on = rules.continuous_batching(view)
+    assert rules.stop_after_responses(4)(view) == goes_on
     # A request at the end of its window neither waits nor has a slot.
     paused = view._replace(ended=np.zeros(6, bool))
     assert rules.stop_after_responses(3)(paused) == Decision(halt=True)
     # Nor does one that awaits a tool, but it will continue.
     view = _view(4, 1, 2, ended=2, awaiting=3)
     assert rules.stop_after_responses(2)(view) == Decision(halt=True)
-    assert rules.stop_after_responses(3)(view) == rules.continuous_batching(
-      view
-    )
+    goes_on = rules.continuous_batching(view)
+    assert rules.stop_after_responses(3)(view) == goes_on
 
 
 class TestHalt:
