@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_llm import models
 from jaxrl_llm.errors import check_number
-from jaxrl_llm.models import ModelFns
+from jaxrl_llm.models import ModelFns, context
 from jaxrl_llm.sampling import buckets, speculation
 from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling import slots as slots_lib
@@ -71,10 +71,7 @@ class Engine(Scheduler):
       )
     self.fns, self._drafter = fns, drafter or speculation.NO_DRAFTER
     self._drafter_params = jax.jit(self._drafter.params)
-    slots = (config.slots,)
-    sharding = fns.slots_sharding
-    shard_slots = sharding.shard_shape(slots) if sharding else slots
-    shards = config.slots // shard_slots[0]
+    shards = context.num_shards(fns.slots_sharding, 0)
     size = shards, config.pages_per_shard(shards), config.page_size
     programs = _programs(
       fns, self._drafter, size, tuple((processors or {}).items())
@@ -84,8 +81,7 @@ class Engine(Scheduler):
       PagedCache(
         programs,
         config,
-        shards=shards,
-        sharding=sharding,
+        sharding=fns.slots_sharding,
         shares_pages=fns.shares_pages,
       ),
       speculation=speculation.AdaptiveSpeculation(config.num_draft_tokens),

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import models
+from jaxrl_llm.models import context
 from jaxrl_llm.sampling import buckets
 from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling.allocator import PageAllocator
@@ -40,8 +41,7 @@ class PagedCache:
     programs: Programs,
     config: EngineConfig,
     *,
-    shards: int,
-    sharding: jax.sharding.Sharding | None,
+    sharding: jax.sharding.NamedSharding | None,
     shares_pages: bool,
   ):
     """Makes the cache; nothing is allocated on the device yet.
@@ -49,14 +49,14 @@ class PagedCache:
     Args:
       programs: the compiled functions.
       config: sizes.
-      shards: number of shards, D.
-      sharding: sharding of the slot axis.
+      sharding: sharding of the slot axis, with D shards.
       shares_pages: whether several slots may read the same page.
     """
     self.programs, self._config = programs, config
     self.shares_pages = shares_pages
-    self.shards, self._sharding = shards, sharding
-    self._pages = config.pages_per_shard(shards)
+    self._sharding = sharding
+    self.shards = context.num_shards(sharding, 0)
+    self._pages = config.pages_per_shard(self.shards)
     self._length_buckets = buckets.length_buckets(config.max_length)
     # Only drafters and exact decoding read the tokens of a sequence.
     history = config.num_draft_tokens or config.exact

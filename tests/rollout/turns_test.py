@@ -70,6 +70,12 @@ def history(run):
   return record(run, STEPS)
 
 
+def is_foreign(rollout):
+  """Returns tokens of the environment, bool [B, T]."""
+  present = np.arange(rollout.mask.shape[1]) < rollout.lengths[:, None]
+  return present & (rollout.origin == Origin.FOREIGN)
+
+
 class TestTurns:
   def test_one_that_cannot_start_is_told_in_a_line(self, model):
     with pytest.raises(InputError, match="cannot start with .*'how'"):
@@ -81,7 +87,7 @@ class TestTurns:
     for step in steps:
       rollout = step.collected.rollout
       present = np.arange(rollout.mask.shape[1]) < rollout.lengths[:, None]
-      foreign = (rollout.origin == Origin.FOREIGN) & present
+      foreign = is_foreign(rollout)
       np.testing.assert_array_equal(rollout.mask, present & ~foreign)
       assert not rollout.behavior_logprobs[foreign].any()
       assert step.row["rollout/tokens"] == rollout.mask.sum()
@@ -91,9 +97,7 @@ class TestTurns:
   def test_turns_end_where_the_environment_says(self, history):
     for step in history[0]:
       rollout = step.collected.rollout
-      foreign = (rollout.origin == Origin.FOREIGN) & (
-        np.arange(rollout.mask.shape[1]) < rollout.lengths[:, None]
-      )
+      foreign = is_foreign(rollout)
       finished = rollout.status == Status.FINISHED
       assert (foreign.sum(axis=1)[finished] == 3).all()
       assert not step.after.rollout.conversations  # None is unfinished.
@@ -113,8 +117,7 @@ class TestTurns:
     engine = run.worker.writer.engine
     before, (rollout, _) = engine.stats, talk(run, None)
     engine_read = (engine.stats - before).prefill_tokens
-    present = np.arange(rollout.mask.shape[1]) < rollout.lengths[:, None]
-    heard = int(((rollout.origin == Origin.FOREIGN) & present).sum())
+    heard = int(is_foreign(rollout).sum())
     first = np.unique(rollout.group, return_index=True)[1]
     asked = int(rollout.prompt_lengths[first].sum())
     assert engine_read == asked + heard
@@ -161,24 +164,19 @@ def assert_same_talks(mine, his):
 
 
 class TestTurnRewards:
-  """Windows truncate most conversations; the critic trains on ended ones."""
-
-  STEPS, WINDOW = 8, 6
+  """Windows truncate most conversations."""
 
   @pytest.fixture(scope="class")
-  def paid(self, model):
-    return make_run(
+  def paid_history(self, model):
+    run = make_run(
       model,
       environment__name="paid",
       environment__rewards="turns",
       reward__weights={"fee": 0.125},
       estimator__name="gae",
-      schedule__window=self.WINDOW,
+      schedule__window=6,
     )
-
-  @pytest.fixture(scope="class")
-  def paid_history(self, paid):
-    return record(paid, self.STEPS)[0]
+    return record(run, 8)[0]
 
   def test_lie_where_turns_end(self, paid_history):
     cut = 0
@@ -186,7 +184,7 @@ class TestTurnRewards:
       rollout = step.collected.rollout
       place = np.arange(rollout.mask.shape[1])
       present = place < rollout.lengths[:, None]
-      foreign = present & (rollout.origin == Origin.FOREIGN)
+      foreign = is_foreign(rollout)
       ends = present & ~foreign & np.roll(foreign, -1, axis=1)
       finished = rollout.status == Status.FINISHED
       ends[finished, rollout.lengths[finished] - 1] = True
