@@ -146,6 +146,9 @@ class Engine(Scheduler):
       group_size,
       extendable,
     )
+    pending = self.requests()
+    if pending and _equal(pending[-1].params, params):
+      params = pending[-1].params  # They share decode calls.
     limits = np.full(len(rollout.lengths), limit)
     requests = requests_lib.make_requests(
       rollout, params, limits, limit if window is None else window
@@ -215,6 +218,18 @@ class Engine(Scheduler):
       np.asarray(stop_tokens, np.int32),
       {"logit_bias": logit_bias_of(settings, vocab_size), **(states or {})},
     )
+
+
+def _equal(one: SamplingParams, other: SamplingParams) -> bool:
+  """Returns whether requests with these parameters may be decoded together."""
+
+  def flatten(params):
+    key = jax.random.key_data(params.metadata.key)
+    metadata = params.metadata._replace(key=key)
+    return jax.tree.flatten(params._replace(metadata=metadata))
+
+  (leaves, tree), (others, other_tree) = flatten(one), flatten(other)
+  return tree == other_tree and all(map(np.array_equal, leaves, others))
 
 
 @functools.lru_cache(maxsize=16)

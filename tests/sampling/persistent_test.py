@@ -49,13 +49,15 @@ class TestStep:
   def test_requests_come_while_others_are_written(self):
     engine, prompts = scripted.engine(), _prompts(60, seed=1)
     engine.set_params((), 3)
-    parts, added, left = [], [], []
+    parts, added, left, busy = [], [], [], []
     for start in range(0, 60, 10):
       rollout, requests = add(engine, prompts[start : start + 10])
       parts.append(rollout)
       added += requests
       left += engine.step()
+      busy.append(sum(r.slot is not None for r in engine.requests()))
     left += finish(engine)
+    assert max(busy) > 10  # Those of several calls are decoded together.
     assert set(left) == set(added) and len(left) == 60
     for i, rollout in enumerate(parts):
       scripted.check(rollout, prompts[10 * i : 10 * i + 10])
