@@ -201,10 +201,8 @@ class TestRequests:
       _prompts(rows.parse_rows(data, "f"))
 
   def test_chat(self, tmp_path):
-    chat, base = (
-      Tokenizer(chat_model.write(tmp_path)),
-      Tokenizer(base_models.BASE),
-    )
+    chat = Tokenizer(chat_model.write(tmp_path / "chat"))
+    base = Tokenizer(base_models.BASE)
     messages = [{"role": "user", "content": x} for x in "12"]
     requests = _requests(
       [

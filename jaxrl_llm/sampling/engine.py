@@ -69,7 +69,7 @@ class Engine(Scheduler):
         f" num_draft_tokens={config.num_draft_tokens}"
         f" {'with a' if drafter else 'without'} drafter"
       )
-    self.fns, self._drafter = fns, drafter or speculation.NO_DRAFTER
+    self.fns, self._drafter = fns, drafter or speculation.Drafter()
     self._drafter_params = jax.jit(self._drafter.params)
     shards = context.num_shards(fns.slots_sharding, 0)
     size = shards, config.pages_per_shard(shards), config.page_size

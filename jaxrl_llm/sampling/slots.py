@@ -70,8 +70,6 @@ class DecodeOutput(NamedTuple):
   choices: jax.Array | None = None
 
 
-_GOES_ON = int(Status.TRUNCATED)
-
 # Logits processors by name, in order of application; hashable.
 Processors = tuple[tuple[str, LogitsProcessor], ...]
 
@@ -252,7 +250,7 @@ def _empty_output(active, columns, choices):
     choices = jnp.zeros((*tokens.shape, *choices.shape), choices.dtype)
   return DecodeOutput(
     *(tokens, tokens.astype(jnp.float32), zero, zero, active),
-    *(zero + _GOES_ON, choices),
+    *(zero + int(Status.TRUNCATED), choices),
   )
 
 

@@ -6,18 +6,14 @@ import json
 import chex
 import numpy as np
 import pytest
-from helpers import chat_model, hostile, tiny_run
+from helpers import chat_model, hostile, registries, tiny_run
 from helpers.echo import Echo
 from helpers.tiny_tppo import record
 
 from jaxrl_llm import register
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rollout.turns import (
-  ENVIRONMENTS,
-  EnvironmentCalls,
-  make_conversation_config,
-)
+from jaxrl_llm.rollout.turns import EnvironmentCalls, make_conversation_config
 from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.sampling import rules
 from jaxrl_llm.trainer import build, data, loop
@@ -42,12 +38,12 @@ class NoStart(Echo):
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-  register.environment("echo", Echo)
-  register.environment("no_start", NoStart)
-  register.environment("paid", Paid)
-  yield
-  for name in ("echo", "no_start", "paid"):
-    del ENVIRONMENTS[name]
+  with registries.registered():
+    register.environment("echo", Echo)
+    register.environment("no_start", NoStart)
+    register.environment("paid", Paid)
+    register.environment("hostile", hostile.Hostile)
+    yield
 
 
 def make_run(model, **changes):
@@ -252,16 +248,13 @@ class TestStopAfterResponses:
 @pytest.fixture(scope="module")
 def alone(model):
   """A run whose environment has one process and a short timeout."""
-  ENVIRONMENTS["hostile"] = hostile.Hostile
-  run = make_run(
+  return make_run(
     model,
     environment__name="hostile",
     environment__workers=1,
     environment__deadline_s=1.0,
     sampler__max_response_length=50,
   )
-  del ENVIRONMENTS["hostile"]
-  return run
 
 
 @pytest.mark.parametrize(
@@ -278,11 +271,7 @@ def alone(model):
 def test_a_hostile_environment_loses_nothing(alone, how):
   config = alone.config.copy_and_resolve_references()
   config.environment.settings = {"how": how}
-  ENVIRONMENTS["hostile"] = hostile.Hostile
-  conversation_config = data.make_conversation_config(
-    config, Tokenizer(config.model.path)
-  )
-  del ENVIRONMENTS["hostile"]
+  conversation_config = data.make_conversation_config(config, alone.tokenizer)
   engine = alone.worker.writer.engine
   worker = build.make_worker(
     config, engine, alone.source, alone.judge, conversation_config

@@ -173,10 +173,6 @@ class TestGroups:
     assert alive == [2 * size for size in sent]
 
   def test_take_neighbours_and_lone_giants(self):
-    assert transfer_lib._groups([2, 2, 9, 1, 4, 5, 0], 5) == [
-      [0, 1],
-      [2],
-      [3, 4],
-      [5, 6],
-    ]
+    groups = transfer_lib._groups([2, 2, 9, 1, 4, 5, 0], 5)
+    assert groups == [[0, 1], [2], [3, 4], [5, 6]]
     assert transfer_lib._groups([], 5) == []
