@@ -14,6 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import BlockTables, ModelFns
 from jaxrl_llm.sampling.choose import choose
 from jaxrl_llm.sampling.processors import (
@@ -236,6 +237,11 @@ class ModelRunner:
     for name, processor in (*BUILT_IN.items(), *self.processors):
       if name in states or not processor.stateful:
         distribution = processor.fn(distribution, context, states.get(name))
+      if not isinstance(distribution, Distribution):
+        raise InputError(
+          f"logits processor {name!r} returned {distribution!r}; return a"
+          " distribution, such as distribution._replace(logits=logits)"
+        )
     choice = choose(
       uniform, distribution, given=known, sharding=self.fns.slots_sharding
     )

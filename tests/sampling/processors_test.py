@@ -16,6 +16,7 @@ from helpers.tiny_engine import (
   make_engine,
 )
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.sampling import Engine, SamplingSettings, prompt_lookup
 from jaxrl_llm.sampling.processors import LogitsProcessor
 
@@ -36,6 +37,12 @@ def forbid(distribution, context, state):
   stops = jnp.isin(jnp.arange(67), context.stop_tokens)[None]
   logits = jnp.where(even | (early & stops), -jnp.inf, distribution.logits)
   return distribution._replace(logits=logits)
+
+
+def test_one_that_returns_no_distribution_is_named():
+  nothing = LogitsProcessor(lambda distribution, context, state: None)
+  with pytest.raises(InputError, match="processor 'nothing' returned None; "):
+    generate(make_engine(processors={"nothing": nothing}))
 
 
 class TestStateful:
