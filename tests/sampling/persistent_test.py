@@ -26,18 +26,26 @@ def add(engine, prompts, **more):
   return rollout, engine.add(rollout, **how)
 
 
-def answer(engine, request, tokens):
-  """Continues a request without a window after tokens of an environment."""
-  request.pause_at = request.max_tokens
-  engine.answer(request, tokens, Origin.FOREIGN)
-
-
 def finish(engine):
   """Steps until no request is left; returns requests as they ended."""
   left = []
   while engine.requests():
     left += engine.step()
   return left
+
+
+def go_on_after(engine, requests, given):
+  """Continues after given tokens; checks the rest; returns prefilled tokens."""
+  before = engine.stats
+  for request, tokens in zip(requests, given):
+    request.pause_at = request.max_tokens
+    engine.answer(request, tokens, Origin.FOREIGN)
+  begun = [(r.length, r.context().tolist()) for r in requests]
+  finish(engine)
+  for request, (start, context) in zip(requests, begun):
+    tokens = request.row.tokens[0, start : request.length].tolist()
+    assert tokens == scripted.response(context)[0]
+  return (engine.stats - before).prefill_tokens
 
 
 def _prompts(count, low=8, high=56, seed=0):
@@ -112,18 +120,9 @@ class TestShards:
     scripted.check(scripted.generate(prompts, own=engine), prompts)
     assert engine.stats.preemptions > 0
     prompts = [[50 - i, 4, i + 3] for i in range(6)]
-    rollout, requests = add(engine, prompts, window=12)
+    _, requests = add(engine, prompts, window=12)
     finish(engine)
-    before = engine.stats
-    for request in requests:
-      answer(engine, request, [7, 8, 9])
-    sequences = [request.context().tolist() for request in requests]
-    finish(engine)
-    assert (engine.stats - before).prefill_tokens >= 3 * 6
-    for request, sequence in zip(requests, sequences):
-      start, stop = len(sequence) - 3, request.length
-      tokens = request.row.tokens[0, start:stop].tolist()
-      assert tokens == scripted.response(sequence)[0]
+    assert go_on_after(engine, requests, [[7, 8, 9]] * 6) >= 3 * 6
 
   def test_a_full_one_does_not_block_the_others(self):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
@@ -179,24 +178,14 @@ class TestExtend:
     rollout, requests = add(engine, prompts, window=12)
     left = finish(engine)
     assert left == requests and set(rollout.status) == {Status.TRUNCATED}
-    before = engine.stats
     given = [[7, 8, 9], [5] * 11, [6]]  # One exceeds a page.
-    for request, tokens in zip(requests, given):
-      answer(engine, request, tokens)
-    sequences = [[*r.context().tolist()] for r in requests]
-    finish(engine)
-    assert (engine.stats - before).prefill_tokens == sum(map(len, given))
-    for i, (request, sequence) in enumerate(zip(requests, sequences)):
-      length, start = request.length, len(sequence) - len(prompts[i])
-      tokens = scripted.response(sequence)[0]
-      assert rollout.tokens[i, start:length].tolist() == tokens
-      foreign = np.zeros(scripted.T, bool)
-      foreign[start - len(given[i]) : start] = True
-      written = np.arange(scripted.T) < length
-      np.testing.assert_array_equal(rollout.mask[i], written & ~foreign)
-      np.testing.assert_array_equal(
-        rollout.origin[i] == int(Origin.FOREIGN), foreign
-      )
+    prefilled = go_on_after(engine, requests, given)
+    assert prefilled == sum(map(len, given))
+    place, lengths = np.arange(scripted.T), rollout.lengths[:, None]
+    ends = 12 + np.array([[len(tokens)] for tokens in given])
+    foreign = (12 <= place) & (place < ends)
+    np.testing.assert_array_equal(rollout.mask, (place < lengths) & ~foreign)
+    np.testing.assert_array_equal(rollout.origin == Origin.FOREIGN, foreign)
     assert set(rollout.status) == {Status.FINISHED}
 
   @pytest.mark.parametrize("extendable", [True, False])
@@ -206,10 +195,8 @@ class TestExtend:
     _, (request,) = add(engine, [[20, 4]], extendable=extendable)
     finish(engine)
     assert request.row.status[0] == Status.FINISHED
-    before, length = engine.stats, request.context_length
-    answer(engine, request, [40, 8])
-    finish(engine)
-    prefilled = (engine.stats - before).prefill_tokens
+    length = request.context_length
+    prefilled = go_on_after(engine, [request], [[40, 8]])
     assert prefilled == (2 if extendable else length + 2)
 
   def test_equals_a_prefill_of_the_whole(self):
@@ -225,7 +212,8 @@ class TestExtend:
       finish(engine)
       open_ = [r for r in requests if r.row.status[0] == Status.TRUNCATED]
       for request in open_:
-        answer(engine, request, [17, 23, 5])
+        request.pause_at = request.max_tokens
+        engine.answer(request, [17, 23, 5], Origin.FOREIGN)
       if new_weights:
         engine.set_params(dict(tiny_engine.params()), 0)
       before = engine.stats
