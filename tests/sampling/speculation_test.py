@@ -1,6 +1,7 @@
 """Draft tokens save steps and change no result, for any drafter."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -140,9 +141,8 @@ class TestPromptLookup:
   def test_drafts_what_followed(self, history, ngram, wanted):
     room = np.zeros((2, 10), np.int32)
     room[0, : len(history)] = history
-    state = type("DecodeState", (), {})()
-    state.history = jnp.asarray(room)
-    state.position = jnp.asarray([len(history) - 1, 0])
+    position = jnp.asarray([len(history) - 1, 0])
+    state = types.SimpleNamespace(history=jnp.asarray(room), position=position)
     got, _ = prompt_lookup(ngram=ngram).propose(
       (), (), None, state, None, None, count=3
     )
