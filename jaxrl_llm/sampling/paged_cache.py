@@ -16,6 +16,7 @@ from jaxrl_llm.sampling import buckets
 from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling.allocator import PageAllocator
 from jaxrl_llm.sampling.requests import Request, Rows
+from jaxrl_llm.sampling.rules import min_free
 from jaxrl_llm.sampling.settings import EngineConfig
 from jaxrl_llm.sampling.slots import DecodeOutput, SamplingMetadata
 from jaxrl_llm.sampling.stats import EngineStats
@@ -203,7 +204,7 @@ class PagedCache:
       [pair for home, *pair in copies if home == shard]
       for shard in range(self.shards)
     ]
-    size = self._config.refill_slots
+    size = min_free(self._config.slots)
     for start in range(0, max(map(len, mine)), size):
       pages = np.zeros((2, self.shards, size), np.int32)
       pages[1] = self._pages

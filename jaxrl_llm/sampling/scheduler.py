@@ -363,7 +363,7 @@ class Scheduler:
     inserted = [r for r in self._slots if r is not None]
     active, slots, shards = len(inserted), self.config.slots, self._cache.shards
     if self._waiting():
-      return list(self._slots), max(active - self.config.refill_slots, 0) + 1
+      return list(self._slots), max(active - rules.min_free(slots), 0) + 1
     sizes = [slots]
     if not self.config.exact:
       sizes = buckets.slot_buckets(slots, shards)

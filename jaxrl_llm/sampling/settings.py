@@ -84,14 +84,9 @@ class EngineConfig:
       )
     return pages
 
-  @property
-  def refill_slots(self) -> int:
-    """Minimum number of free slots for a prefill while others decode."""
-    return min_free(self.slots)
-
   def prompts_per_prefill(self, group_size: int) -> tuple[int, int]:
     """Returns two batch sizes of new prompts: of refills, and of all slots."""
-    few = -(-(self.refill_slots - 1) // group_size) + 1
+    few = -(-(min_free(self.slots) - 1) // group_size) + 1
     return few, max(few, self.slots // group_size)
 
   def continued_per_prefill(self, shards: int) -> int:
@@ -101,7 +96,7 @@ class EngineConfig:
     length, takes at most an eighth of the memory of the KV cache.
     """
     room = self.pages_per_shard(shards) * self.page_size // 8
-    fewest = min(self.refill_slots // shards, room // self.max_length)
+    fewest = min(min_free(self.slots) // shards, room // self.max_length)
     return shards * max(1, fewest)
 
 
