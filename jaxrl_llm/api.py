@@ -125,7 +125,9 @@ class Policy:
       Row(f"prompt {index}", {"prompt": prompt})
       for index, prompt in enumerate(prompts, start=1)
     ]
-    settings = SamplingSettings(**{"max_new_tokens": 256} | sampling)
+    if sampling.get("max_new_tokens") is None:
+      sampling["max_new_tokens"] = 256
+    settings = SamplingSettings(**sampling)
     job = self.generation(
       rows,
       settings,

@@ -284,6 +284,13 @@ def logits_processor(
     names = inspect.signature(fn).parameters
     settings = {name: x for name, x in sampler.items() if name in names}
     bound = functools.partial(fn, **settings)
+    with errors.as_input_error(
+      f"logits processor {name!r}",
+      "its arguments must be distribution, context and state, and settings of"
+      " config.sampler",
+      TypeError,
+    ):
+      inspect.signature(bound).bind("distribution", "context", "state")
     return ProcessorSpec(bound, state and part(state), initial)
 
   _add(choices.LOGITS_PROCESSORS, "sampler.processors", name, make)

@@ -103,12 +103,12 @@ def make_sampling(options, tokenizer: Tokenizer) -> SamplingSettings:
     raise InputError("--stop is empty; give a text")
   forbidden = tokenizer.single_tokens(options.forbid, "--forbid")
   names = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
-  settings = SamplingSettings(
-    **{name: getattr(options, name) for name in (*names, "min_new_tokens")},
-    logit_bias=dict.fromkeys(forbidden, -np.inf),
-    stop_strings=tuple(options.stop),
-  )
   try:
+    settings = SamplingSettings(
+      **{name: getattr(options, name) for name in (*names, "min_new_tokens")},
+      logit_bias=dict.fromkeys(forbidden, -np.inf),
+      stop_strings=tuple(options.stop),
+    )
     max_tokens_of(settings, max_response_length=options.max_new_tokens)
   except ValueError as error:
     raise InputError(f"--{error}") from error

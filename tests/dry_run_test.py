@@ -5,6 +5,7 @@ import types
 from helpers import tiny_run
 from parts import dry_run
 
+from jaxrl_llm.sampling import EngineConfig
 from jaxrl_llm.trainer import build
 
 
@@ -33,9 +34,9 @@ def test_every_phase_is_compiled_and_accounted_for(model, capsys):
 def test_the_sampler_is_lowered_with_the_states_of_its_processors(model):
   run, given = tiny_run.make_run(model, sampler__entropy_tau=0.5), {}
   engine = types.SimpleNamespace(
-    prompts_at_a_time=lambda group_size: group_size,
+    config=EngineConfig(32, 1, 1, stop_tokens=()),
     lower=lambda shapes, **how: given.update(how) or {},
   )
   dry_run.lower_all(run.config, run.learner, engine, run.transfer.shapes)
   assert list(given["processor_states"]) == ["entropy_tau"]
-  assert given["prompts"] == run.config.data.group_size
+  assert given["prompts"] == 32 // run.config.data.group_size

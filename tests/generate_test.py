@@ -1,17 +1,15 @@
 """Tests of scripts/generate.py and the functions that it uses."""
 
-import dataclasses
 import io
 import json
 import pathlib
-import shutil
 
 import generate as script
 import jax
 import numpy as np
 import psutil
 import pytest
-from helpers import programs
+from helpers import chat_model, programs
 
 from jaxrl_llm import base_models, generate, models
 from jaxrl_llm.data import rows
@@ -131,21 +129,6 @@ class TestSamples:
       assert record["stop_reason"] == ("finished" if finished else "overlong")
     assert "#8." in {r["text"][-3:] for r in whole}
 
-  def test_stop_strings_and_forbidden_tokens(self, job, tmp_path):
-    forbidden = Tokenizer(base_models.BASE).encode("=")
-    sampling = SamplingSettings(
-      stop_strings=(".",), logit_bias={forbidden[0]: -np.inf}
-    )
-    writer = dataclasses.replace(job.writer, settings=sampling)
-    other = dataclasses.replace(job, writer=writer)
-    records = _write(other, tmp_path / "out.jsonl")
-    finished = [r for r in records if r["stop_reason"] == "finished"]
-    stopped = [r["text"] for r in finished if r["tokens"][-1] != 1]
-    assert len(stopped) > 5  # The others ended with the end token.
-    assert all(t.endswith(".") and t.count(".") == 1 for t in stopped)
-    assert not any("=" in r["text"] for r in records)
-    assert all("." not in r["text"] for r in finished if r["tokens"][-1] == 1)
-
 
 class TestResume:
   def test_what_was_interrupted_is_completed(self, job, whole, tmp_path):
@@ -218,29 +201,23 @@ class TestRequests:
       _prompts(rows.parse_rows(data, "f"))
 
   def test_chat(self, tmp_path):
+    chat = Tokenizer(chat_model.write(tmp_path / "chat"))
     base = Tokenizer(base_models.BASE)
-    for file in base_models.BASE.iterdir():
-      if file.suffix == ".json":
-        shutil.copy(file, tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(
-      "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}="
-    )
+    messages = [{"role": "user", "content": x} for x in "12"]
     requests = _requests(
       [
         {"prompt": "3+5?"},
-        {"messages": [{"role": "user", "content": x} for x in "12"]},
+        {"messages": messages},
         # From a training data set; other columns are copied to the output.
         {"question": "3+5?", "answer": "8"},
       ]
     )
-    tokenizer = Tokenizer(tmp_path)
-    one, two = base.encode("1"), base.encode("2")
-    plain, chat = base.encode("3+5?"), base.encode("=")
-    conversation = [*one, 1, *two, 1, *chat]
-    for asked, first in ((False, plain), (True, [*plain, 1, *chat])):
-      name = "chat" if asked else "completion"
-      found = [p.tokens for p in _prompts(requests, tokenizer, name=name)]
-      assert found == [tuple(x) for x in (first, conversation, first)]
+    conversation = chat.apply_chat(messages)
+    asked = chat.apply_chat([{"role": "user", "content": "3+5?"}])
+    for name, first in (("completion", chat.encode("3+5?")), ("chat", asked)):
+      prompts = _prompts(requests, chat, name=name, context=512)
+      found = [list(prompt.tokens) for prompt in prompts]
+      assert found == [first, conversation, first]
     for name, line in (("completion", 2), ("chat", 1)):
       said = f"p.jsonl:{line}: .* has no chat template"
       with pytest.raises(InputError, match=said):

@@ -1,15 +1,14 @@
 """The interface between the rollout worker and an engine."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import chex
 
 from jaxrl_llm.sampling import EngineConfig, EngineStats, SamplingSettings
-from jaxrl_llm.sampling.requests import Request
 from jaxrl_llm.sampling.rules import SchedulingRule
 from jaxrl_llm.sampling.scheduler import TurnHook
-from jaxrl_llm.types import Origin, Rollout
+from jaxrl_llm.types import Rollout
 
 
 class RolloutEngine(Protocol):
@@ -39,9 +38,12 @@ class RolloutEngine(Protocol):
   ) -> Rollout:
     """Continues responses by at most `window` tokens.
 
+    A registered engine always gets the rule of continuous batching, no states
+    and no hook: what needs others requires the built-in engine.
+
     Args:
       params: sampler parameters (`ModelFns.for_sampling`).
-      requests: unfinished responses, possibly empty; NumPy arrays.
+      requests: unfinished responses, at least one; NumPy arrays.
       group_size: usual number of responses per prompt.
       window: maximum number of new tokens per response.
       key: key of the run. A response must depend on weights, prompt and
@@ -57,11 +59,6 @@ class RolloutEngine(Protocol):
       `window_start` is the length before the call, and a row whose `status` is
       TRUNCATED can be continued.
     """
-
-  def answer(
-    self, request: Request, tokens: Sequence[int], origin: Origin
-  ) -> None:
-    """Appends the reply of an environment to a request."""
 
 
 # Name -> (fns, config, tokenizer, **sampler.engine_settings) -> engine; '' is

@@ -74,10 +74,8 @@ class GuessingGame:
   The number is the example's answer. The reward `found` is 1 for finding it.
   """
 
+  state = None
   _TURNS = 8
-
-  def __init__(self):
-    self.state = None
 
   def start(self, example: Example) -> str:
     """Returns the range, and stores the number."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_llm import sampling
-from jaxrl_llm.errors import InputError, TrainingStopped
+from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.types import Pruning
 
 
@@ -29,9 +29,7 @@ STOPS: dict[str, Stop] = {
     responses=lambda count: sampling.continuous_batching,
   ),
   "first_groups": Stop(
-    groups=lambda wanted, awaited: sampling.stop_after_groups(
-      wanted, awaited=awaited
-    ),
+    groups=sampling.stop_after_groups,
     responses=sampling.stop_after_responses,
   ),
 }
@@ -95,13 +93,4 @@ def too_few(
     f" {settings.groups} needed have correct and incorrect responses: the data"
     " are too easy or too hard; change them, raise schedule.over_provision or"
     " schedule.max_rounds, or set schedule.dynamic_sampling=False"
-  )
-
-
-def halted_early(complete: int, missing: int) -> InputError:
-  """Returns the error for a call that ended before its groups had."""
-  return InputError(
-    f"the sampler returned when {complete} of {missing} groups had ended; a"
-    " registered rule (schedule.stop) or engine (sampler.engine) must wait for"
-    " all of them"
   )

@@ -119,8 +119,7 @@ class ConversationConfig:
     start: example -> (opening for the model, state of the environment).
     call: {state, response} of each turn -> (result of `EnvironmentCalls`, None)
       or (None, error).
-    encode: text -> tokens.
-    decode: tokens -> text.
+    tokenizer: tokenizer of the model.
     render: (text of an observation, role) -> tokens, up to where the model's
       next turn begins.
     max_turns: maximum number of model turns; responses that need more are
@@ -132,8 +131,7 @@ class ConversationConfig:
 
   start: Callable[[Example], tuple[Any, Any]]
   call: CallPool
-  encode: Callable[[str], Sequence[int]]
-  decode: Callable[[Sequence[int]], str]
+  tokenizer: Tokenizer
   render: Callable[[str, str], Sequence[int]]
   max_turns: int
   max_observation_tokens: int
@@ -152,12 +150,12 @@ class ConversationConfig:
     """
     most, whole = self.max_observation_tokens, text
     text = text[: most * _CHARS_PER_TOKEN].encode(errors="replace").decode()
-    tokens = self.encode(text)
+    tokens = self.tokenizer.encode(text)
     if len(tokens) > most or len(text) < len(whole):
       # A cut inside a character leaves replacement characters.
-      text = self.decode(tokens[:most]).rstrip("\ufffd")
+      text = self.tokenizer.decode(tokens[:most]).rstrip("\ufffd")
       with contextlib.suppress(InputError):
-        self.encode(_CUT)
+        self.tokenizer.encode(_CUT)
         text += _CUT
     return list(self.render(text, role))
 
@@ -192,8 +190,7 @@ def make_conversation_config(
   return ConversationConfig(
     start=play.start,
     call=CallPool(play, workers=workers, deadline_s=deadline_s),
-    encode=tokenizer.encode,
-    decode=tokenizer.decode,
+    tokenizer=tokenizer,
     render=reply(tokenizer, **own),
     **settings,
   )
@@ -259,7 +256,7 @@ class TurnHook(contextlib.ExitStack):
     start = request.turn_start
     start *= request.row.mask[0, :start].any()
     tokens = request.row.tokens[0, start : request.length]
-    return self._config.decode(tokens)
+    return self._config.tokenizer.decode(tokens)
 
   def _add(self, request: Request, answer: Any, failed: str | None) -> None:
     """Ends the response or appends the observation to it.

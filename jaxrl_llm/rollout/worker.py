@@ -41,12 +41,7 @@ from jaxrl_llm.rollout.records import (
   count_groups,
   sample_ids,
 )
-from jaxrl_llm.rollout.schedule import (
-  STOPS,
-  RolloutSettings,
-  halted_early,
-  too_few,
-)
+from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings, too_few
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
   Origin,
@@ -274,7 +269,7 @@ class _Collection:
         arrived(judged[-1])
 
       with self.timer.phase("generate"):
-        self._write(self.state.store, arrived=hand_over)
+        self._write_sampled(self.state.store, arrived=hand_over)
     self.judged = [future.result() for future in judged]
     self.state = self.state.replace(store=None)
     return join_rows([each.responses for each in self.judged])
@@ -293,7 +288,7 @@ class _Collection:
     store = self.state.store
     rule = STOPS[settings.stop].responses(settings.groups * settings.group_size)
     with self.timer.phase("generate"):
-      rollout = self._write(
+      rollout = self._write_sampled(
         take_rows(store, np.s_[:room]), window=settings.window, rule=rule
       )
     # A schedule may drop responses that got no token in this window.
@@ -334,42 +329,44 @@ class _Collection:
     return writer.begin(prompts, ids)
 
   def _write(self, rows: Rollout, **settings: Any) -> Rollout:
-    """Continues responses; settings of `ResponseWriter.write`."""
+    """Continues unfinished responses; settings of `ResponseWriter.write`."""
+    over = is_over(rows)
+    if over.all():
+      return rows
+    written = self.worker.writer.write(
+      take_rows(rows, ~over),
+      self.weights,
+      conversations=self.state.conversations,
+      **settings,
+    )
+    return _merged(written, take_rows(rows, over), over)
+
+  def _write_sampled(self, rows: Rollout, **settings: Any) -> Rollout:
+    """Continues responses, none of which may be demonstrated."""
     if is_over(rows).any():
       raise InputError(
         "the prompt source demonstrates responses, but windows and streaming"
         " need sampled ones; use schedule.window=0 and schedule.streaming=False"
       )
-    talks = self.state.conversations
-    return self.worker.writer.write(
-      rows, self.weights, conversations=talks, **settings
-    )
+    return self._write(rows, **settings)
 
   def _write_groups(self, missing: int) -> Rollout:
     """Continues the unfinished responses of the store."""
     settings, store, timer = self.worker.settings, self.state.store, self.timer
     over = is_over(store)
     ready = int(sampling.complete(over, store.group).sum())
-    unfinished = take_rows(store, ~over)
+    written = take_rows(store, ~over)
     # The oldest token of a group may be in a response that has ended.
     old = too_old(store, self.weights.version, settings.patience)
     awaited = np.flatnonzero(np.isin(np.flatnonzero(~over), old))
     rule = STOPS[settings.stop].groups(missing - ready, awaited)
-    if over.all():
-      with timer.phase("generate"):  # Every step has this phase.
-        return store
-    written = unfinished
     if settings.pruning is not None:
       with timer.phase("generate"):
-        written = self._write(unfinished, window=settings.pruning.at)
+        written = self._write(written, window=settings.pruning.at)
       with timer.phase("score"):
         self._prune(written)
-    done = is_over(written)
     with timer.phase("generate"):
-      if not done.all():
-        ended = take_rows(written, done)
-        written = self._write(take_rows(written, ~done), rule=rule)
-        written = _merged(written, ended, done) if done.any() else written
+      written = self._write(written, rule=rule)
     # Train on all tokens of a response, including earlier ones.
     start = np.zeros_like(written.window_start)
     written = written.replace(window_start=start)
@@ -381,7 +378,11 @@ class _Collection:
     done = sampling.complete(is_over(store), store.group)[store.group]
     oldest = np.unique(store.group_id[done])
     if len(oldest) < missing:
-      raise halted_early(len(oldest), missing)
+      raise InputError(
+        f"the sampler returned when {len(oldest)} of {missing} groups had"
+        " ended; a registered rule (schedule.stop) or engine (sampler.engine)"
+        " must wait for all of them"
+      )
     # Dynamic sampling must judge a group to know whether it counts.
     if not self.worker.settings.dynamic_sampling:
       oldest = oldest[:missing]
@@ -439,11 +440,8 @@ class _Collection:
     if not prompts:
       return None
     rows = self._new_responses(prompts)
-    given = is_demonstrated(rows)
-    if not given.all():
-      with self.timer.phase("generate"):
-        written = self._write(take_rows(rows, ~given))
-      rows = _merged(written, take_rows(rows, given), given)
+    with self.timer.phase("generate"):
+      rows = self._write(rows)
     rows = rows.replace(window_start=np.zeros_like(rows.window_start))
     # Not looked up: these prompts may differ from those of the data.
     sizes = self.worker.writer.sizes(prompts)
@@ -470,5 +468,7 @@ def run_key(seed: int, stream: int) -> jax.Array:
 
 def _merged(first: Any, second: Any, in_second: np.ndarray) -> Any:
   """Merges two records; bool [B] `in_second` is True for rows of the second."""
+  if not in_second.any():
+    return first
   order = np.argsort(np.argsort(in_second, kind="stable"))
   return join_rows([take_rows(join_rows([first, second]), order)])

@@ -76,7 +76,8 @@ class ResponseWriter:
     A demonstrated response is complete; the others have not ended.
 
     Raises:
-      InputError: An opening leaves no room for a token.
+      InputError: An opening leaves no room for a token, or a demonstrated
+        response does not say which of its tokens carry loss.
     """
     rows = sampling.new_requests(
       [prompt.tokens for prompt in prompts],
@@ -94,6 +95,11 @@ class ResponseWriter:
           f"prompt {prompt.id!r} has an opening of {length} tokens, but only"
           f" {room} leave room for a response; shorten it or raise"
           " sampler.max_response_length"
+        )
+      if given not in (0, length):
+        raise InputError(
+          f"prompt {prompt.id!r} has a response of {length} tokens, but marks"
+          f" {given} of them (Prompt.demonstrated); mark each one"
         )
       rows.tokens[row, :length] = prompt.opening
       rows.origin[row, :length] = int(Origin.FOREIGN)

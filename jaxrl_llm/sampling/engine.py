@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_llm import models
 from jaxrl_llm.errors import check_number
-from jaxrl_llm.models import ModelFns
+from jaxrl_llm.models import ModelFns, context
 from jaxrl_llm.sampling import buckets, speculation
 from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling import slots as slots_lib
@@ -69,23 +69,19 @@ class Engine(Scheduler):
         f" num_draft_tokens={config.num_draft_tokens}"
         f" {'with a' if drafter else 'without'} drafter"
       )
-    self.fns, self._drafter = fns, drafter or speculation.NO_DRAFTER
+    self.fns, self._drafter = fns, drafter or speculation.Drafter()
     self._drafter_params = jax.jit(self._drafter.params)
-    slots = (config.slots,)
-    sharding = fns.slots_sharding
-    shard_slots = sharding.shard_shape(slots) if sharding else slots
-    shards = config.slots // shard_slots[0]
+    shards = context.num_shards(fns.slots_sharding, 0)
     size = shards, config.pages_per_shard(shards), config.page_size
     programs = _programs(
       fns, self._drafter, size, tuple((processors or {}).items())
     )
     super().__init__(
       config,
-      lambda: PagedCache(
+      PagedCache(
         programs,
         config,
-        shards=shards,
-        sharding=sharding,
+        sharding=fns.slots_sharding,
         shares_pages=fns.shares_pages,
       ),
       speculation=speculation.AdaptiveSpeculation(config.num_draft_tokens),
@@ -150,6 +146,9 @@ class Engine(Scheduler):
       group_size,
       extendable,
     )
+    pending = self.requests()
+    if pending and _equal(pending[-1].params, params):
+      params = pending[-1].params  # They share decode calls.
     limits = np.full(len(rollout.lengths), limit)
     requests = requests_lib.make_requests(
       rollout, params, limits, limit if window is None else window
@@ -205,10 +204,6 @@ class Engine(Scheduler):
       )
     return lowered
 
-  def prompts_at_a_time(self, group_size: int) -> int:
-    """Returns the number of prompts whose responses fill the slots."""
-    return max(1, self.config.slots // group_size)
-
   def _metadata(
     self,
     key: chex.PRNGKey,
@@ -223,6 +218,18 @@ class Engine(Scheduler):
       np.asarray(stop_tokens, np.int32),
       {"logit_bias": logit_bias_of(settings, vocab_size), **(states or {})},
     )
+
+
+def _equal(one: SamplingParams, other: SamplingParams) -> bool:
+  """Returns whether requests with these parameters may be decoded together."""
+
+  def flatten(params):
+    key = jax.random.key_data(params.metadata.key)
+    metadata = params.metadata._replace(key=key)
+    return jax.tree.flatten(params._replace(metadata=metadata))
+
+  (leaves, tree), (others, other_tree) = flatten(one), flatten(other)
+  return tree == other_tree and all(map(np.array_equal, leaves, others))
 
 
 @functools.lru_cache(maxsize=16)

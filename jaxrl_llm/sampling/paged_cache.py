@@ -11,10 +11,12 @@ import jax
 import numpy as np
 
 from jaxrl_llm import models
+from jaxrl_llm.models import context
 from jaxrl_llm.sampling import buckets
 from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling.allocator import PageAllocator
 from jaxrl_llm.sampling.requests import Request, Rows
+from jaxrl_llm.sampling.rules import min_free
 from jaxrl_llm.sampling.settings import EngineConfig
 from jaxrl_llm.sampling.slots import DecodeOutput, SamplingMetadata
 from jaxrl_llm.sampling.stats import EngineStats
@@ -40,8 +42,7 @@ class PagedCache:
     programs: Programs,
     config: EngineConfig,
     *,
-    shards: int,
-    sharding: jax.sharding.Sharding | None,
+    sharding: jax.sharding.NamedSharding | None,
     shares_pages: bool,
   ):
     """Makes the cache; nothing is allocated on the device yet.
@@ -49,19 +50,23 @@ class PagedCache:
     Args:
       programs: the compiled functions.
       config: sizes.
-      shards: number of shards, D.
-      sharding: sharding of the slot axis.
+      sharding: sharding of the slot axis, with D shards.
       shares_pages: whether several slots may read the same page.
     """
     self.programs, self._config = programs, config
     self.shares_pages = shares_pages
-    self.shards, self._sharding = shards, sharding
-    self._pages = config.pages_per_shard(shards)
+    self._sharding = sharding
+    self.shards = context.num_shards(sharding, 0)
+    self._pages = config.pages_per_shard(self.shards)
     self._length_buckets = buckets.length_buckets(config.max_length)
     # Only drafters and exact decoding read the tokens of a sequence.
     history = config.num_draft_tokens or config.exact
     self._history = config.max_length if history else 0
     self.stats = EngineStats()  # Counters of prefills.
+    self.reset()
+
+  def reset(self) -> None:
+    """Drops weights and contents, and the arrays on the device."""
     self._kv_cache = None
     self.set_params(None)
 
@@ -88,8 +93,7 @@ class PagedCache:
       self._kv_cache = self.programs.init_kv_cache()
     if contexts:
       self._prefill(contexts)
-    if copies:
-      self._copy_pages(copies)
+    self._copy_pages(copies)
     self._extend(extended)
 
   def decode(
@@ -142,10 +146,8 @@ class PagedCache:
     config, group_size = self._config, contexts[0][0].params.group_size
     new = [same for same in contexts if not same[0].length]
     continued = [same for same in contexts if same[0].length]
-    # Two batch sizes of the prefill: a small one for refills, and a large one,
-    # unless more than half of it would be padding.
-    few = -(-(config.refill_slots - 1) // group_size) + 1
-    many = max(few, config.slots // group_size)
+    few, many = config.prompts_per_prefill(group_size)
+    # The large batch, unless more than half of it would be padding.
     count = few if len(new) <= max(few, many // 2) else many
     self._prefill_parts(new, count, config.max_prompt_length, None)
     count = config.continued_per_prefill(self.shards)
@@ -202,7 +204,7 @@ class PagedCache:
       [pair for home, *pair in copies if home == shard]
       for shard in range(self.shards)
     ]
-    size = self._config.refill_slots
+    size = min_free(self._config.slots)
     for start in range(0, max(map(len, mine)), size):
       pages = np.zeros((2, self.shards, size), np.int32)
       pages[1] = self._pages

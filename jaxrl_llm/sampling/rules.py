@@ -12,10 +12,6 @@ from typing import NamedTuple
 import chex
 import numpy as np
 
-# Refills only when at least 1/8 of the slots are free: a prefill has a fixed
-# cost.
-MIN_FREE_FRACTION = 1 / 8
-
 
 class SchedulerView(NamedTuple):
   """The input of a scheduling rule; B responses, by row of the rollout."""
@@ -57,12 +53,16 @@ def refill(slots: int, free: int, waiting: int) -> int:
   Waits until several are free: prefilling many contexts at once costs little
   more than prefilling one.
   """
-  worth_it = free >= max(1, int(slots * MIN_FREE_FRACTION))
-  return free if worth_it or waiting <= free else 0
+  return free if free >= min_free(slots) or waiting <= free else 0
+
+
+def min_free(slots: int) -> int:
+  """Returns how many slots must be free for a refill: an eighth of them."""
+  return max(1, slots // 8)
 
 
 def stop_after_groups(
-  count: int, *, awaited: Sequence[int] = ()
+  count: int, awaited: Sequence[int] = ()
 ) -> SchedulingRule:
   """Makes a rule that stops when a number of groups have ended (APRIL).
 
@@ -103,9 +103,8 @@ def stop_after_responses(count: int) -> SchedulingRule:
   """
 
   def rule(view: SchedulerView) -> Decision:
-    if (
-      np.sum(~(view.waiting | view.active | view.awaiting_environment)) >= count
-    ):
+    begun = view.waiting | view.active | view.awaiting_environment
+    if np.sum(~begun) >= count:
       return Decision(halt=True)
     return continuous_batching(view)
 

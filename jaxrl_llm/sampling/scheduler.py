@@ -34,10 +34,13 @@ TurnHook = Callable[[Sequence[Request]], bool]  # See `Scheduler.run`.
 class Scheduler:
   """Runs requests through the slots in order of arrival."""
 
+  # (rollout, **options) -> a request for each row, enqueued; of a subclass.
+  add: Callable[..., list[Request]]
+
   def __init__(
     self,
     config: EngineConfig,
-    make_cache: Callable[[], PagedCache],
+    cache: PagedCache,
     *,
     speculation: AdaptiveSpeculation,
     detokenize: Callable[[Sequence[int]], str] | None,
@@ -47,12 +50,12 @@ class Scheduler:
 
     Args:
       config: sizes.
-      make_cache: makes an empty KV cache with its programs.
+      cache: the KV cache with its programs.
       speculation: chooses the number of draft tokens of a step.
       detokenize: tokens to text, for stop strings.
       clock: returns seconds; only differences matter.
     """
-    self.config, self._make_cache = config, make_cache
+    self.config, self._cache = config, cache
     self._speculation, self._detokenize = speculation, detokenize
     self._clock = clock
     self.stats = EngineStats()  # Counts all steps.
@@ -65,8 +68,8 @@ class Scheduler:
     """Drops requests, weights and KV cache."""
     self._requests: dict[Request, None] = {}  # Oldest first.
     self._slots: list[Request | None] = [None] * self.config.slots
-    self._cache, self._version = self._make_cache(), 0
-    self._batch_size = self.config.slots
+    self._cache.reset()
+    self._version, self._batch_size = 0, self.config.slots
 
   def requests(self) -> list[Request]:
     """Returns the requests that wait or are in slots, oldest first."""
@@ -111,10 +114,6 @@ class Scheduler:
     if request.length < request.pause_at:
       self.enqueue([request])
 
-  def add(self, rollout: Rollout, **options: Any) -> list[Request]:
-    """Enqueues a request for each row of a rollout; a subclass defines it."""
-    raise NotImplementedError
-
   def generate_window(
     self,
     params: Any,
@@ -156,9 +155,16 @@ class Scheduler:
     self.run(added, rule, turns)
     return rollout
 
-  def abort(self, requests: Sequence[Request]) -> None:
-    """Removes requests; their rows stay as they are and may be added again."""
-    self._remove(requests)
+  def abort(self, requests: Iterable[Request]) -> None:
+    """Removes requests; their rows stay as they are and may be added again.
+
+    Ignores requests that are not in the scheduler.
+    """
+    for request in requests:
+      if request in self._requests:
+        del self._requests[request]
+        paused = request.row.status[0] == Status.TRUNCATED
+        self._leave(request, keep=paused or request.params.extendable)
 
   def run(
     self,
@@ -194,7 +200,7 @@ class Scheduler:
     except BaseException:
       self.reset()  # A failed program may have consumed the donated cache.
       raise
-    self._remove(requests)
+    self.abort(requests)
     self.last_stats = self.stats - before
 
   def _stop(self, requests: Iterable[Request]) -> bool:
@@ -202,7 +208,7 @@ class Scheduler:
     here = [request for request in requests if request in self._requests]
     for request in here:
       request.row.status[0] = int(Status.STOPPED)
-    self._remove(here)
+    self.abort(here)
     return bool(here)
 
   def step(self, insert: int | None = None) -> list[Request]:
@@ -281,14 +287,6 @@ class Scheduler:
     self._leave(request, keep=False)
     self.stats += EngineStats(preemptions=1)
 
-  def _remove(self, requests: Iterable[Request]) -> None:
-    """Removes requests; ignores those that are not in the scheduler."""
-    for request in requests:
-      if request in self._requests:
-        del self._requests[request]
-        paused = request.row.status[0] == Status.TRUNCATED
-        self._leave(request, keep=paused or request.params.extendable)
-
   def _leave(self, request: Request, *, keep: bool) -> None:
     """Takes a request out of its slot; `keep` caches its context."""
     if request.slot is None:
@@ -365,7 +363,7 @@ class Scheduler:
     inserted = [r for r in self._slots if r is not None]
     active, slots, shards = len(inserted), self.config.slots, self._cache.shards
     if self._waiting():
-      return list(self._slots), max(active - self.config.refill_slots, 0) + 1
+      return list(self._slots), max(active - rules.min_free(slots), 0) + 1
     sizes = [slots]
     if not self.config.exact:
       sizes = buckets.slot_buckets(slots, shards)
@@ -407,7 +405,7 @@ class Scheduler:
       before = request.length
       written += request.append(output, row, version=self._version)
       if self._stopped(request, before) or not output.active[row]:
-        self._remove([request])
+        self.abort([request])
         left.append(request)
     self.stats += EngineStats(
       decode_calls=1,

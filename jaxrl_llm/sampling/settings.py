@@ -1,14 +1,16 @@
 """Settings of an engine, and sampling parameters of a call."""
 
 import dataclasses
+import numbers
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.sampling.allocator import default_page_size
-from jaxrl_llm.sampling.rules import MIN_FREE_FRACTION
+from jaxrl_llm.sampling.rules import min_free
 
 # With several threads, rows of a bfloat16 product left over from blocks of 8
 # are summed in another order than the rest.
@@ -50,13 +52,12 @@ class EngineConfig:
   choices: jax.ShapeDtypeStruct | None = None
 
   def __post_init__(self):
+    sizes = "slots", "max_prompt_length", "max_response_length"
+    _check(self, numbers.Integral, "[1, inf)", *sizes)
+    _check(self, numbers.Integral, "[0, inf)", "num_draft_tokens", "kv_pages")
     if self.page_size is None:  # The only way to set a frozen field.
       object.__setattr__(self, "page_size", default_page_size(self.max_length))
-    for name in ("slots", "max_prompt_length", "max_response_length"):
-      check_number(name, getattr(self, name), "[1, inf)")
-    check_number("page_size", self.page_size, "[1, inf)")
-    check_number("num_draft_tokens", self.num_draft_tokens, "[0, inf)")
-    check_number("kv_pages", self.kv_pages, "[0, inf)")
+    _check(self, numbers.Integral, "[1, inf)", "page_size")
 
   @property
   def max_length(self) -> int:
@@ -83,10 +84,10 @@ class EngineConfig:
       )
     return pages
 
-  @property
-  def refill_slots(self) -> int:
-    """Minimum number of free slots for a prefill while others decode."""
-    return max(1, int(self.slots * MIN_FREE_FRACTION))
+  def prompts_per_prefill(self, group_size: int) -> tuple[int, int]:
+    """Returns two batch sizes of new prompts: of refills, and of all slots."""
+    few = -(-(min_free(self.slots) - 1) // group_size) + 1
+    return few, max(few, self.slots // group_size)
 
   def continued_per_prefill(self, shards: int) -> int:
     """Returns how many continued responses are prefilled at a time.
@@ -95,7 +96,7 @@ class EngineConfig:
     length, takes at most an eighth of the memory of the KV cache.
     """
     room = self.pages_per_shard(shards) * self.page_size // 8
-    fewest = min(self.refill_slots // shards, room // self.max_length)
+    fewest = min(min_free(self.slots) // shards, room // self.max_length)
     return shards * max(1, fewest)
 
 
@@ -114,6 +115,9 @@ class SamplingSettings:
     min_new_tokens: minimum number of response tokens before a stop token.
     logit_bias: token -> bias added to its logit; -inf forbids it.
     stop_strings: texts that end a response, after the token that completes one.
+
+  Raises:
+    ValueError: A setting has the wrong type or is out of range.
   """
 
   temperature: float = 1.0
@@ -125,32 +129,44 @@ class SamplingSettings:
   logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
   stop_strings: tuple[str, ...] = ()
 
+  def __post_init__(self):
+    _check(self, numbers.Real, "[0, inf)", "temperature")
+    _check(self, numbers.Real, "(0, 1]", "top_p")
+    _check(self, numbers.Real, "[0, 1)", "min_p")
+    _check(self, numbers.Integral, "[0, inf)", "top_k", "min_new_tokens")
+    if self.max_new_tokens is not None:
+      _check(self, numbers.Integral, "[1, inf)", "max_new_tokens")
+    texts = self.stop_strings
+    if not isinstance(texts, (tuple, list)) or not all(
+      isinstance(text, str) and text for text in texts
+    ):
+      raise ValueError(
+        f"stop_strings must be a tuple of non-empty texts, got {texts!r}"
+      )
+
+
+def _check(settings: Any, kind: type, interval: str, *names: str) -> None:
+  """Checks the types and values of fields."""
+  for name in names:
+    value = getattr(settings, name)
+    if not isinstance(value, kind):
+      what = "an integer" if kind is numbers.Integral else "a number"
+      raise ValueError(f"{name}={value!r}, expected {what} in {interval}")
+    check_number(name, value, interval)
+
 
 def max_tokens_of(
   settings: SamplingSettings, *, max_response_length: int
 ) -> int:
-  """Returns the maximum number of response tokens, checking the settings.
+  """Returns the maximum number of response tokens.
 
   Raises:
-    ValueError: A setting is out of range.
+    ValueError: It is above `max_response_length`, or below the minimum.
   """
   limit = settings.max_new_tokens
   limit = max_response_length if limit is None else limit
-  for name, interval in (
-    ("max_new_tokens", f"[1, {max_response_length}]"),
-    ("temperature", "[0, inf)"),
-    ("top_k", "[0, inf)"),
-    ("top_p", "(0, 1]"),
-    ("min_p", "[0, 1)"),
-    ("min_new_tokens", f"[0, {limit}]"),  # max_new_tokens.
-  ):
-    check_number(name, getattr(settings, name), interval)
-  texts = settings.stop_strings
-  # A string would be read as a tuple of its characters.
-  if isinstance(texts, str) or not all(isinstance(t, str) and t for t in texts):
-    raise ValueError(
-      f"stop_strings must be a tuple of non-empty texts, got {texts!r}"
-    )
+  check_number("max_new_tokens", limit, f"[1, {max_response_length}]")
+  check_number("min_new_tokens", settings.min_new_tokens, f"[0, {limit}]")
   return limit
 
 
@@ -163,7 +179,8 @@ def logit_bias_of(settings: SamplingSettings, vocab_size: int) -> np.ndarray:
   """
   bias = np.zeros(vocab_size, np.float32)
   for token, value in settings.logit_bias.items():
-    if not 0 <= token < vocab_size or not value < np.inf:
+    known = isinstance(token, numbers.Integral) and 0 <= token < vocab_size
+    if not (known and isinstance(value, numbers.Real) and value < np.inf):
       raise ValueError(
         f"logit_bias must map tokens 0..{vocab_size - 1} to numbers below"
         f" infinity, got {token}: {value}"

@@ -14,6 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import BlockTables, ModelFns
 from jaxrl_llm.sampling.choose import choose
 from jaxrl_llm.sampling.processors import (
@@ -69,8 +70,6 @@ class DecodeOutput(NamedTuple):
   # int [S, W, layers · k], experts of the positions that predicted the tokens.
   choices: jax.Array | None = None
 
-
-_GOES_ON = int(Status.TRUNCATED)
 
 # Logits processors by name, in order of application; hashable.
 Processors = tuple[tuple[str, LogitsProcessor], ...]
@@ -220,28 +219,29 @@ class ModelRunner:
     `known` tokens are used instead of drawn ones.
     """
     shape = ahead.shape
-    index = slots.length[:, None] + ahead
+    index = (slots.length[:, None] + ahead).reshape(-1)
+    per_token = functools.partial(jnp.repeat, repeats=shape[1])
 
-    def uniform_of(sample_id, index):
+    @jax.vmap
+    def draw(sample_id, index):
       sample_key = jax.random.fold_in(metadata.key, sample_id)
-      return jax.vmap(
-        lambda i: jax.random.uniform(jax.random.fold_in(sample_key, i))
-      )(index)
+      return jax.random.uniform(jax.random.fold_in(sample_key, index))
 
-    uniform = jax.vmap(uniform_of)(slots.sample_id, index).reshape(-1)
-
-    def per_token(x):
-      return jnp.repeat(x, shape[1])
-
+    uniform = draw(per_token(slots.sample_id), index)
     settings = (per_token(slots[name]) for name in Distribution._fields[1:])
     distribution = Distribution(logits.reshape(-1, logits.shape[-1]), *settings)
     context = TokenContext(
-      index.reshape(-1), per_token(slots.min_tokens), metadata.stop_tokens
+      index, per_token(slots.min_tokens), metadata.stop_tokens
     )
     states = metadata.states
     for name, processor in (*BUILT_IN.items(), *self.processors):
       if name in states or not processor.stateful:
         distribution = processor.fn(distribution, context, states.get(name))
+      if not isinstance(distribution, Distribution):
+        raise InputError(
+          f"logits processor {name!r} returned {distribution!r}; return a"
+          " distribution, such as distribution._replace(logits=logits)"
+        )
     choice = choose(
       uniform, distribution, given=known, sharding=self.fns.slots_sharding
     )
@@ -256,7 +256,7 @@ def _empty_output(active, columns, choices):
     choices = jnp.zeros((*tokens.shape, *choices.shape), choices.dtype)
   return DecodeOutput(
     *(tokens, tokens.astype(jnp.float32), zero, zero, active),
-    *(zero + _GOES_ON, choices),
+    *(zero + int(Status.TRUNCATED), choices),
   )
 
 

@@ -28,27 +28,22 @@ _RATES_KEPT = 5  # A rate is the median of this many newest measurements.
 
 
 class Drafter(NamedTuple):
-  """Pure functions of a drafter's own parameters and KV cache."""
+  """Pure functions of a drafter's own parameters and KV cache, if it has any.
+
+  Without `propose`, nothing is drafted.
+  """
 
   # (sampler parameters) -> parameters of the drafter; recomputed at every sync.
-  params: Callable[[Any], Any]
+  params: Callable[[Any], Any] = lambda params: None
   # (shards, pages, page_size) -> paged KV cache of the drafter; () without one.
-  init_kv_cache: Callable[..., tuple]
+  init_kv_cache: Callable[..., tuple] = lambda *_: ()
   # (params, tokens [N, C]) -> contiguous KV cache of contexts.
-  prefill: Callable[..., tuple]
+  prefill: Callable[..., tuple] = lambda *_: ()
   # (params, kv_cache, BlockTables, Slots, active [S], Draw, count=) -> (draft
   #  tokens int32 [S, count], kv_cache). -1 is no draft token. `Slots` has
   #  last_token, position and history, int32 [S, C] with a valid prefix of
   #  position + 1 tokens.
-  propose: Callable[..., tuple[jax.Array, tuple]] | None
-
-
-NO_DRAFTER = Drafter(
-  params=lambda params: None,
-  init_kv_cache=lambda *_: (),
-  prefill=lambda *_: (),
-  propose=None,
-)
+  propose: Callable[..., tuple[jax.Array, tuple]] | None = None
 
 
 def prompt_lookup(*, ngram: int = 3) -> Drafter:
@@ -86,7 +81,7 @@ def prompt_lookup(*, ngram: int = 3) -> Drafter:
     tokens = jnp.take_along_axis(history, jnp.minimum(at, width - 1), axis=1)
     return jnp.where(known, tokens, -1), kv_cache
 
-  return NO_DRAFTER._replace(propose=propose)
+  return Drafter(propose=propose)
 
 
 def quantized_copy(fns: ModelFns) -> Drafter:

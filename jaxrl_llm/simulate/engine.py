@@ -81,10 +81,9 @@ class SimulatedEngine(Scheduler):
     programs = Programs(*[nothing] * len(Programs._fields))._replace(
       prefill=self._charge_prefill, decode=self._charge_decode
     )
-    sizes = {"shards": 1, "sharding": None, "shares_pages": False}
     super().__init__(
       config,
-      lambda: _Cache(programs, config, **sizes),
+      _Cache(programs, config, sharding=None, shares_pages=False),
       speculation=AdaptiveSpeculation(0),
       detokenize=None,
       clock=lambda: self.seconds,

@@ -1,7 +1,6 @@
 """Transfers the policy's weights to the sampler and verifies them."""
 
 from jaxrl_llm.sync.parity import (
-  TOLERANCES as TOLERANCES,
   inexact as inexact,
   make_parity_check as make_parity_check,
   parity_tokens as parity_tokens,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models import ModelFns, PackedRows, make_block_tables
+from jaxrl_llm.models import ModelFns, PackedRows, context, make_block_tables
 from jaxrl_llm.sync.transfer import SyncError, VersionedWeights
 from jaxrl_llm.system import processes
 
@@ -125,8 +125,7 @@ def inexact(difference: float) -> SyncError:
 def _decoded_logprobs(fns, arrays, page_size):
   """Makes a function: sampler's params -> decoded log-probs [B, T - 1]."""
   rows, length = arrays[0].shape
-  sharding = fns.slots_sharding
-  shards = rows // sharding.shard_shape((rows,))[0] if sharding else 1
+  shards = context.num_shards(fns.slots_sharding, 0)
   share, blocks = rows // shards, -(-length // page_size)
   table = np.arange(share * blocks, dtype=np.int32).reshape(share, blocks)
   pages = make_block_tables(
@@ -140,7 +139,7 @@ def _decoded_logprobs(fns, arrays, page_size):
     kv_cache = fns.init_kv_cache(
       shards=shards, pages=table.size, page_size=page_size
     )
-    if sharding is not None:
+    if fns.slots_sharding is not None:
       constrain = jax.lax.with_sharding_constraint
       kv_cache = constrain(kv_cache, fns.kv_sharding)
 

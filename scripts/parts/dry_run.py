@@ -120,9 +120,10 @@ def lower_all(
   if config.sampler.engine:
     return lower(learner)
   processors = learner.algorithm.processors.items()
+  _, prompts = engine.config.prompts_per_prefill(config.data.group_size)
   return engine.lower(
     shapes,
-    prompts=engine.prompts_at_a_time(config.data.group_size),
+    prompts=prompts,
     window=config.schedule.window > 0,
     processor_states={k: x.initial for k, x in processors},
   ) | lower(learner)

@@ -101,7 +101,7 @@ def replay(
     own = rollout.origin[row, :length] == Origin.POLICY
     cuts = np.flatnonzero(np.diff(own)) + 1
     pieces = np.split(rollout.tokens[row, :length], cuts)[: len(cuts)]
-    turns.append([config.decode(x) for x in pieces[::2]])
+    turns.append([config.tokenizer.decode(x) for x in pieces[::2]])
   talks = [json.loads(config.begin(prompt)) for prompt in prompts]
   for depth in range(max(map(len, turns), default=0)):
     live = [i for i, said in enumerate(turns) if depth < len(said)]

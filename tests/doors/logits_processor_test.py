@@ -69,12 +69,18 @@ def test_a_setting_that_there_is_not_is_refused():
     register.logits_processor("tau", lambda d, c, s, *, tau: d)
 
 
-def test_an_input_that_there_is_not_is_refused(model):
-  register.logits_processor(
-    "own", no_zeros, state=lambda foo: foo, initial=np.float32(0)
-  )
+@pytest.mark.parametrize(
+  ("fn", "state", "why"),
+  [
+    (no_zeros, lambda foo: foo, "logits processor 'own': .* 'foo'"),
+    (lambda logits: logits, None, "'own' .too many positional .*; its argu"),
+    (lambda d, c, s, k: d, None, "'own' .missing a required .*; its argumen"),
+  ],
+)
+def test_arguments_that_there_are_not_are_refused(model, fn, state, why):
+  register.logits_processor("own", fn, state=state, initial=np.float32(0))
   config = doors.make_config(
     model, sampler__processors=("own",), off_policy__correction="mask"
   )
-  with pytest.raises(InputError, match="logits processor 'own': .* 'foo'"):
+  with pytest.raises(InputError, match=why):
     build.make_run(config)

@@ -28,6 +28,7 @@ from jaxrl_llm.trainer import build
 from jaxrl_llm.types import (
   Status,
   ended,
+  group_index,
   is_demonstrated,
   mixed,
   take_rows,
@@ -106,14 +107,10 @@ class Source:
     return PromptSourceState(position=0, drawn=0)
 
   def draw(self, state, n):
-    prompts = []
-    position = state.position
-    while len(prompts) < n:
-      example = self._examples(position)
-      if example is not None:  # None: too long.
-        prompts.append(self.prompt(example, state.drawn + len(prompts)))
-      position += 1
-    return prompts, PromptSourceState(position=position, drawn=state.drawn + n)
+    drawn = state.drawn + n
+    draws = range(state.drawn, drawn)
+    prompts = [self.prompt(self._examples(draw), draw) for draw in draws]
+    return prompts, PromptSourceState(position=drawn, drawn=drawn)
 
   def again(self, state, judged):
     return self._again(self, state, judged)
@@ -134,10 +131,6 @@ class Source:
       answer=f"answer {example_id}",
       source="test",
     )
-
-
-def with_gaps(gap):
-  return lambda position: None if gap and position % gap == 0 else position
 
 
 class Pool:
@@ -375,15 +368,13 @@ class TestSecondLook:
 class TestMembers:
   """Windows: free slots take the next responses in order."""
 
-  @pytest.mark.parametrize("gap", [None, 3])
   @pytest.mark.parametrize("group_size", [1, 3, 4])
   @pytest.mark.parametrize("window", [1, 4])
   def test_every_member_of_every_prompt_once_and_in_order(
-    self, window, group_size, gap
+    self, window, group_size
   ):
-    run = Run(
-      window=window, group_size=group_size, source=Source(with_gaps(gap))
-    )
+    source = Source(lambda position: 3 * position)
+    run = Run(window=window, group_size=group_size, source=source)
     room, order, owners = 2 * group_size, [], {}
     for _ in range(20):
       batch = run.collect().batch.responses.rollout
@@ -394,14 +385,7 @@ class TestMembers:
       assert len(waiting_ids(run)) < group_size
     # Ids are consecutive, however many calls there were.
     assert order + waiting_ids(run) == list(range(run.state.samples))
-    read = [
-      p.example_id
-      for p in Source(with_gaps(gap)).draw(
-        PromptSourceState(position=0, drawn=0), run.source_state.drawn
-      )[0]
-    ]
-    members = [example for example in read for _ in range(group_size)]
-    assert [owners[i] for i in order] == members[: len(order)]
+    assert all(owners[i] == 3 * (i // group_size) for i in order)
 
   def test_only_what_ended_is_judged_and_against_its_own_prompt(self):
     run = Run(window=2)
@@ -520,20 +504,15 @@ class TestDrawnTwice:
   def test_is_two_groups(self, settings):
     source = Source(lambda position: 5)  # The same example again and again.
     run = Run(source=source, **settings)
-    owners, examples = {}, set()
     for _ in range(5):
       rollout = run.collect().batch.responses.rollout
-      examples |= set(rollout.example_id.tolist())
-      for group in np.unique(rollout.group):
-        (draw,) = set(rollout.group_id[rollout.group == group].tolist())
-        members = owners.setdefault(draw, set())
-        members |= set(rollout.sample_id[rollout.group == group].tolist())
-      assert len(np.unique(rollout.group)) == len(np.unique(rollout.group_id))
-    assert examples == {5} and len(owners) > 2
-    for draw, members in owners.items():
-      assert members <= set(range(4 * draw, 4 * draw + 4))
+      assert (rollout.example_id == 5).all()
+      np.testing.assert_array_equal(rollout.group_id, rollout.sample_id // 4)
+      group = group_index(rollout.group_id)
+      np.testing.assert_array_equal(rollout.group, group)
       if "window" not in settings:  # Some have no slot yet.
-        assert len(members) == 4
+        assert (np.bincount(group) == 4).all()
+    assert rollout.group_id.max() > 2
     assert {answer for _, answer in run.pool.seen} == {"answer 5"}
 
 
@@ -586,31 +565,32 @@ class TestDynamicSampling:
     lengths = list(map(length_of, range(16)))
     assert row["rollout/response_length_mean"] == np.mean(lengths)
 
-  def test_surplus_waits_only_where_responses_may_be_stale(self):
-    batches = {}
-    for stop in ("all", "first_groups"):
-      # All end at once, so both have a surplus of two groups.
-      run = Run(
-        stop=stop,
-        dynamic_sampling=True,
-        in_flight=4,
-        max_rounds=3,
-        max_staleness=2,
-        lengths=lambda i: 2,
-        right=lambda i: i % 4 < 1 + (i >= 8),
-      )
-      row = run.collect().batch.metrics
-      # All four groups, or the two that are returned.
-      assert row["rollout/mixed_fraction"] == 1 and row["rollout/tokens"] == 32
-      assert row["reward/accuracy"] == (0.375 if stop == "all" else 0.25)
-      batches[stop] = ids_of(run.state.store)
-      judged = len(run.pool.seen)
-      second = run.collect()
-      # Oldest first: surplus groups are in the next batch.
-      expected = range(8, 16) if stop == "first_groups" else range(16, 24)
-      assert ids_of(second.batch.responses) == list(expected)
-      assert len(run.pool.seen) > judged
-    assert batches == {"all": [], "first_groups": list(range(8, 16))}
+  @pytest.mark.parametrize(
+    ("stop", "accuracy", "surplus", "second"),
+    [
+      # All four groups are judged in this step, or the two that are returned.
+      ("all", 0.375, [], [*range(16, 24)]),
+      ("first_groups", 0.25, [*range(8, 16)], [*range(8, 16)]),
+    ],
+  )
+  def test_surplus_waits_only_where_responses_may_be_stale(
+    self, stop, accuracy, surplus, second
+  ):
+    # All end at once, so that there is a surplus of two groups.
+    run = Run(
+      stop=stop,
+      dynamic_sampling=True,
+      in_flight=4,
+      max_rounds=3,
+      max_staleness=2,
+      lengths=lambda i: 2,
+      right=lambda i: i % 4 < 1 + (i >= 8),
+    )
+    row = run.collect().batch.metrics
+    assert row["rollout/mixed_fraction"] == 1 and row["rollout/tokens"] == 32
+    assert row["reward/accuracy"] == accuracy
+    assert ids_of(run.state.store) == surplus
+    assert ids_of(run.collect().batch.responses) == second
 
 
 class TestMixed:

@@ -60,6 +60,11 @@ def test_a_response_begins_with_its_opening():
   long = dataclasses.replace(opened, opening=(4,) * 6)
   with pytest.raises(InputError, match="'row-3' has an opening of 6 .* only 5"):
     WRITER.begin([long], [[9]])
+  short = dataclasses.replace(opened, demonstrated=(True,))
+  with pytest.raises(
+    InputError, match="'row-3' has a response of 2 .* marks 1"
+  ):
+    WRITER.begin([short], [[9]])
 
 
 def test_a_response_of_several_turns_arrives_once():

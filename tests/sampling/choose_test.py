@@ -28,6 +28,7 @@ LAWS = {
 }
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 ALMOST_ONE = np.nextafter(np.float32(1), np.float32(0))
+EVEN = np.linspace(0, ALMOST_ONE, 64, dtype=np.float32)
 
 
 def _logits(size):
@@ -47,8 +48,7 @@ def _distribution(logits, settings, slots=None):
 _choose = jax.jit(choose)
 
 
-def _draw(uniform, logits, settings):
-  uniform = np.asarray(uniform, np.float32)
+def _draw(logits, settings, uniform=EVEN):
   logits = np.broadcast_to(logits, (len(uniform), np.shape(logits)[-1]))
   out = _choose(uniform, _distribution(logits, settings))
   return np.asarray(out.tokens), np.asarray(out.logprobs)
@@ -77,39 +77,37 @@ def _exact(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
   return p / p.sum()
 
 
+def _assert_follows(p, uniform, tokens, logprobs, atol=1e-5):
+  """Checks that draws invert the CDF of `p` at their random numbers."""
+  assert p[tokens].min() > 0  # No filtered tokens.
+  np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=atol)
+  ends = np.cumsum(p)
+  assert np.all(uniform <= ends[tokens] + 1e-6)
+  assert np.all(uniform >= ends[tokens] - p[tokens] - 1e-6)
+
+
 class TestLaw:
   @pytest.mark.parametrize("size", SIZES)
   @pytest.mark.parametrize("law", LAWS)
   def test_draws_follow_the_exact_law(self, size, law):
     settings = LAWS[law]
-    p = _exact(_logits(size), **settings)
-    tokens, logprobs = _draw(_uniform(), _logits(size), settings)
-    assert p[tokens].min() > 0  # No filtered tokens.
-    np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=1e-5)
-    # Every draw is the inverse CDF at its random number.
-    ends = np.cumsum(p)
-    assert np.all(_uniform() <= ends[tokens] + 1e-6)
-    assert np.all(_uniform() >= ends[tokens] - p[tokens] - 1e-6)
+    drawn = _draw(_logits(size), settings, _uniform())
+    _assert_follows(_exact(_logits(size), **settings), _uniform(), *drawn)
 
   def test_slots_of_one_batch_keep_their_own_settings(self):
     laws = [*LAWS.values(), {"temperature": 0.0}]
     which = np.arange(DRAWS) % len(laws)
     names = OFF.keys()
     mixed = {n: [(OFF | laws[i])[n] for i in which] for n in names}
-    got = _draw(_uniform(), _logits(256), mixed)
+    got = _draw(_logits(256), mixed, _uniform())
     for i, law in enumerate(laws):
-      alone = _draw(_uniform(), _logits(256), law)
+      alone = _draw(_logits(256), law, _uniform())
       for g, a in zip(got, alone):
         np.testing.assert_array_equal(g[which == i], a[which == i])
 
 
 class TestFilters:
   """Filters on a few slots with an odd vocabulary of several blocks."""
-
-  UNIFORM = np.linspace(0, ALMOST_ONE, 64, dtype=np.float32)
-
-  def _draw(self, logits, settings, uniform=UNIFORM):
-    return _draw(uniform, logits, settings)
 
   @pytest.mark.parametrize(
     "settings",
@@ -122,14 +120,14 @@ class TestFilters:
       k: [5 if k == "top_k" else OFF[k]] + [settings.get(k, OFF[k])] * 63
       for k in OFF
     }
-    for g, e in zip(self._draw(logits, mixed), self._draw(logits, {})):
+    for g, e in zip(_draw(logits, mixed), _draw(logits, {})):
       np.testing.assert_array_equal(g[1:], e[1:])
 
   @pytest.mark.parametrize(
     "settings", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}]
   )
   def test_the_narrowest_filter_keeps_the_best_alone(self, settings):
-    tokens, logprobs = self._draw(_logits(701), settings)
+    tokens, logprobs = _draw(_logits(701), settings)
     assert set(tokens) == {_logits(701).argmax()}
     np.testing.assert_array_equal(logprobs, 0.0)
 
@@ -140,7 +138,7 @@ class TestFilters:
     logits = np.full(701, -9.0, np.float32)
     tied = [3, 255, 256, 699]
     logits[tied] = 2.0
-    tokens, logprobs = self._draw(logits, settings)
+    tokens, logprobs = _draw(logits, settings)
     assert set(tokens) == set(tied)
     np.testing.assert_allclose(logprobs, -np.log(4), atol=1e-5)
 
@@ -149,31 +147,28 @@ class TestFilters:
     logits = np.full(701, -np.inf, np.float32)
     logits[[600, 1, 400]] = np.log([0.5, 0.3, 0.2])
     kept = [600, 1, 400][: np.searchsorted([0.5, 0.8, 1.0], top_p - 1e-6) + 1]
-    assert set(self._draw(logits, {"top_p": top_p})[0]) == set(kept)
+    assert set(_draw(logits, {"top_p": top_p})[0]) == set(kept)
 
 
 class TestGreedy:
   def test_is_the_argmax_with_log_prob_zero(self):
     logits = np.random.default_rng(0).normal(size=(64, 701)).astype(np.float32)
     settings = {"temperature": 0.0, "top_k": 3, "top_p": 0.5}
-    tokens, logprobs = _draw(TestFilters.UNIFORM, logits, settings)
+    tokens, logprobs = _draw(logits, settings)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     np.testing.assert_array_equal(logprobs, 0.0)
 
   def test_takes_the_first_of_equals(self):
     logits = np.zeros((64, 701), np.float32)
     logits[:, [300, 500]] = 1.0
-    tokens, _ = _draw(TestFilters.UNIFORM, logits, {"temperature": 0.0})
+    tokens, _ = _draw(logits, {"temperature": 0.0})
     assert set(tokens) == {300}
 
   @pytest.mark.parametrize("temperature", [1e-7, 1.2e-38])
   def test_is_the_limit_of_small_temperatures(self, temperature):
     logits = 50 * np.random.default_rng(0).normal(size=(64, 701))
-    tokens, logprobs = _draw(
-      TestFilters.UNIFORM,
-      logits.astype(np.float32),
-      {"temperature": temperature},
-    )
+    settings = {"temperature": temperature}
+    tokens, logprobs = _draw(logits.astype(np.float32), settings)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     np.testing.assert_allclose(logprobs, 0.0, atol=1e-6)
 
@@ -185,7 +180,7 @@ class TestEdges:
     # Zero probability at both ends, in entire blocks and in between.
     logits[[5, 9, size - 6]] = [0.0, 1.0, -3.0]
     uniform = np.resize(np.float32([0.0, ALMOST_ONE]), 64)
-    tokens, logprobs = _draw(uniform, logits, {})
+    tokens, logprobs = _draw(logits, {}, uniform)
     np.testing.assert_array_equal(tokens, np.resize([5, size - 6], 64))
     p = _exact(logits)
     np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=1e-5)
@@ -199,7 +194,7 @@ class TestEdges:
     logits[:, 350] = 0.0  # At least one token is possible.
     uniform = _uniform().copy()
     uniform[::3], uniform[1::3] = 0.0, ALMOST_ONE
-    tokens, logprobs = _draw(uniform, logits, settings)
+    tokens, logprobs = _draw(logits, settings, uniform)
     rows = np.arange(DRAWS)
     assert np.all(np.isfinite(logits[rows, tokens]))
     assert np.all(np.isfinite(logprobs)) and np.all(logprobs <= 1e-6)
@@ -210,14 +205,14 @@ class TestEdges:
     equal = np.array([2, block - 1, block, 600])
     logits[equal] = 1.5
     uniform = np.resize(np.float32([0.0, 0.25, 0.5, 0.75]), 64)
-    tokens, _ = _draw(uniform, logits, {})
+    tokens, _ = _draw(logits, {}, uniform)
     np.testing.assert_array_equal(tokens, np.resize(equal, 64))
 
   @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"temperature": 0.0}])
   @pytest.mark.parametrize("value", [np.nan, -np.inf])
   def test_without_a_possible_token_it_is_negative(self, value, settings):
     logits = np.full((64, 701), value, np.float32)
-    tokens, _ = _draw(TestFilters.UNIFORM, logits, settings)
+    tokens, _ = _draw(logits, settings)
     assert (tokens < 0).all()
 
   def test_bfloat16_logits_give_float32_log_probs(self):
@@ -248,16 +243,12 @@ class TestBlocks:
 
   def test_of_a_large_vocabulary_follow_the_exact_law(self):
     uniform = (np.arange(64, dtype=np.float32) + 0.5) / 64
-    tokens, logprobs = _draw(uniform, _logits(QWEN), {})
-    p = _exact(_logits(QWEN))
-    ends = np.cumsum(p)
-    assert np.all(uniform <= ends[tokens] + 1e-6)
-    assert np.all(uniform >= ends[tokens] - p[tokens] - 1e-6)
-    np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=1e-4)
+    drawn = _draw(_logits(QWEN), {}, uniform)
+    _assert_follows(_exact(_logits(QWEN)), uniform, *drawn, atol=1e-4)
 
   def test_of_256_tokens_draw_the_tokens_of_earlier_releases(self):
     uniform = (np.arange(16, dtype=np.float32) + 0.5) / 16
-    tokens, _ = _draw(uniform, _logits(1024), {})
+    tokens, _ = _draw(_logits(1024), {}, uniform)
     assert tokens.tolist() == [
       *(17, 84, 154, 256, 307, 340, 404, 465),
       *(554, 622, 682, 760, 810, 849, 922, 994),
@@ -270,14 +261,9 @@ class TestGiven:
   def test_have_the_log_probs_at_which_they_would_be_drawn(self):
     logits = np.random.default_rng(0).normal(size=(6, 300)).astype(np.float32)
     uniform = np.linspace(0, 0.99, 6, dtype=np.float32)
-    settings = {
-      "temperature": np.float32([1, 0.7, 1, 1, 0, 1]),
-      "top_k": np.zeros(6, np.int32),
-      "top_p": np.ones(6, np.float32),
-      "min_p": np.zeros(6, np.float32),
-    }
+    temperature = np.float32([1, 0.7, 1, 1, 0, 1])
     given = np.int32([-1, 299, 0, 255, 7, -1])
-    distribution = Distribution(logits, **settings)
+    distribution = _distribution(logits, {"temperature": temperature})
     drawn = choose(uniform, distribution)
     out = choose(uniform, distribution, given=given)
     none = given < 0
@@ -285,7 +271,7 @@ class TestGiven:
       out.tokens, np.where(none, drawn.tokens, given)
     )
     np.testing.assert_array_equal(out.logprobs[none], drawn.logprobs[none])
-    scale = np.where(settings["temperature"] > 0, settings["temperature"], 1)
+    scale = np.where(temperature > 0, temperature, 1)
     logp = np.asarray(jax.nn.log_softmax(logits / scale[:, None]))
     wanted = logp[np.arange(6), np.asarray(out.tokens)]
     wanted[4] = 0  # Greedy.

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import scripted, tiny
@@ -15,7 +14,6 @@ from helpers.tiny_engine import (
   SETTINGS,
   G,
   N,
-  P,
   T,
   assert_same_responses,
   engine,
@@ -25,7 +23,6 @@ from helpers.tiny_engine import (
   make_engine,
   params,
   rows,
-  sequences,
   write,
 )
 
@@ -154,30 +151,6 @@ class TestEnds:
 
 
 class TestDistribution:
-  """The sampler draws from the distribution that the trainer computes."""
-
-  def test_sampler_equals_trainer(self):
-    out = generate(settings=SamplingSettings(temperature=0.7))
-    tokens, where = sequences(out)
-    index = np.arange(N * G)[:, None]
-    total = (out.prompt_lengths + out.lengths)[:, None]
-    present = (np.arange(P + T)[None] < total).astype(np.int32)
-    mask = np.zeros((N * G, P + T), bool)
-    mask[index, where - 1] = out.mask
-    fns, trained = tiny.tiny_policy()
-    rows = models.PackedRows(
-      tokens=tokens,
-      segments=present,
-      positions=np.broadcast_to(np.arange(P + T, dtype=np.int32), tokens.shape),
-      targets=np.roll(tokens, -1, axis=1),
-      mask=mask,
-    )
-    trainer, _ = fns.logprobs(trained, rows, jnp.float32(0.7))
-    got = np.asarray(trainer.logprobs)[index, where - 1]
-    np.testing.assert_allclose(
-      np.where(out.mask, got, 0), out.behavior_logprobs, rtol=0, atol=1e-5
-    )
-
   def test_greedy_is_the_argmax_of_the_full_forward(self):
     out = generate(settings=SamplingSettings(temperature=0.0))
     best = law(out).argmax(-1)
@@ -247,19 +220,23 @@ class TestBadInput:
     "settings, message",
     [
       ({"temperature": float("nan")}, r"temperature=nan, .* in \[0, inf\)"),
+      ({"temperature": None}, "temperature=None, expected a number in"),
       ({"top_k": -1}, r"top_k=-1, expected .* in \[0, inf\)"),
+      ({"top_k": 1.5}, "top_k=1.5, expected an integer in"),
       ({"top_p": 1.5}, r"top_p=1.5, expected .* in \(0, 1\]"),
       ({"min_p": 1.0}, r"min_p=1.0, expected .* in \[0, 1\)"),
+      ({"max_new_tokens": 2.5}, "max_new_tokens=2.5, expected an integer in"),
       ({"max_new_tokens": 21}, r"max_new_tokens=21, .* in \[1, 20\]"),
       ({"min_new_tokens": 21}, r"min_new_tokens=21, .* in \[0, 20\]"),
       ({"min_new_tokens": 5, "max_new_tokens": 4}, r"tokens=5, .* in \[0, 4\]"),
       ({"logit_bias": {67: 1.0}}, "tokens 0..66 .*got 67: 1.0"),
+      ({"logit_bias": {1.5: 1.0}}, "tokens 0..66 .*got 1.5: 1.0"),
       ({"logit_bias": {-1: 1.0}}, "tokens 0..66 .*got -1: 1.0"),
       ({"logit_bias": {3: np.inf}}, "below infinity, got 3: inf"),
       ({"logit_bias": {3: np.nan}}, "below infinity, got 3: nan"),
       *(
         ({"stop_strings": x}, "stop_strings must be a tuple of")
-        for x in (("a", ""), (3,), "END")
+        for x in (("a", ""), (3,), "END", None)
       ),
     ],
   )
@@ -280,9 +257,10 @@ class TestBadInput:
     with pytest.raises(ValueError, match=message):
       generate(prompts=prompts, ids=ids)
 
-  def test_an_engine_without_slots_raises(self):
-    with pytest.raises(ValueError, match=r"slots=0, expected .* in \[1, inf\)"):
-      make_engine(slots=0)
+  @pytest.mark.parametrize("slots", [0, 1.5])
+  def test_a_wrong_number_of_slots_raises(self, slots):
+    with pytest.raises(ValueError, match=rf"slots={slots}, .* in \[1, inf\)"):
+      make_engine(slots=slots)
 
   @pytest.mark.parametrize("temperature", [0.0, 0.9])
   def test_weights_that_are_no_numbers_raise(self, temperature):

@@ -65,8 +65,30 @@ def engine(dtype, slots=8, page_size=16, kv_pages=0, exact=True, mesh=None):
   return Engine(policy(dtype, mesh)[0], sizes, detokenize=str)
 
 
-def sample(own, params, settings=PLAIN):
-  return write(own, params, PROMPTS, IDS, key=KEY, settings=settings)
+def sample(own, params, settings=PLAIN, prompts=PROMPTS):
+  return write(own, params, prompts, IDS, key=KEY, settings=settings)
+
+
+def begin(own):
+  """Makes responses to all prompts, to be continued by `go_on`."""
+  return new_requests(PROMPTS, IDS, np.arange(len(PROMPTS)), own.config)
+
+
+def go_on(own, params, rollout, window, version=0, **more):
+  """Continues the unfinished responses."""
+  return own.generate_window(
+    params,
+    take(rollout, rollout.status == Status.TRUNCATED),
+    window=window,
+    version=version,
+    **{"group_size": G, "key": KEY, "settings": PLAIN},
+    **more,
+  )
+
+
+def assert_equal_bits(got, wanted):
+  for name in ("tokens", "behavior_logprobs"):
+    np.testing.assert_array_equal(got[name], wanted[name])
 
 
 def largest(own, params, rollout, settings=PLAIN):
@@ -147,12 +169,8 @@ class TestTokens:
     # A stop token at the end of a prompt ends nothing.
     prompts = [*PROMPTS[:-1], [*PROMPTS[-1], STOP[0]]]
     rollout, plain = (
-      write(
-        engine("float32", exact=exact),
-        policy("float32")[1],
-        *(prompts, IDS),
-        key=KEY,
-        settings=PLAIN,
+      sample(
+        engine("float32", exact=exact), policy("float32")[1], prompts=prompts
       )
       for exact in (True, False)
     )
@@ -166,13 +184,10 @@ class TestContinued:
     own, (fns, params) = engine("bfloat16", 16, 4), policy("bfloat16")
     other = tiny.widen(tiny.tiny_policy()[1], jax.random.key(2))
     other = jax.jit(fns.for_sampling)(other)
-    begun = new_requests(PROMPTS, IDS, np.arange(len(PROMPTS)), own.config)
-    call = {"group_size": G, "key": KEY, "settings": PLAIN}
-    first = own.generate_window(params, begun, window=9, version=0, **call)
-    rest = take(first, first.status == Status.TRUNCATED)
+    first = go_on(own, params, begin(own), window=9)
     # As after a checkpoint: the KV cache is lost.
     own.reset()
-    rollout = own.generate_window(other, rest, window=5, version=1, **call)
+    rollout = go_on(own, other, first, window=5, version=1)
     written = rollout.lengths - rollout.window_start
     assert written.max() == 5 and (rollout.window_start == 9).all()
     scored = score(own, other, rollout, settings=PLAIN)
@@ -185,28 +200,21 @@ class TestContinued:
   def test_the_same_in_windows_or_at_once(self):
     own, params = engine("bfloat16", 16, 4), policy("bfloat16")[1]
     whole = sample(own, params)
-    rollout = new_requests(PROMPTS, IDS, np.arange(len(PROMPTS)), own.config)
-    call = {"group_size": G, "key": KEY, "settings": PLAIN, "version": 0}
+    rollout = begin(own)
     for window in (3, 1, T):
       unfinished = rollout.status == Status.TRUNCATED
-      new = own.generate_window(
-        params, take(rollout, unfinished), window=window, **call
-      )
-      for name, column in new.items():
+      for name, column in go_on(own, params, rollout, window).items():
         if column is not None:
           rollout[name][unfinished] = column
       if window == 1:
         own.reset()  # The third window has no cache.
-    np.testing.assert_array_equal(rollout.tokens, whole.tokens)
-    np.testing.assert_array_equal(
-      rollout.behavior_logprobs, whole.behavior_logprobs
-    )
+    assert_equal_bits(rollout, whole)
 
   @pytest.mark.parametrize("kv_pages", [0, 24])
   def test_after_tokens_of_a_tool(self, kv_pages):
     # With few pages, responses that wait for the tool lose theirs.
     own, params = engine("bfloat16", 8, 4, kv_pages), policy("bfloat16")[1]
-    rollout = new_requests(PROMPTS, IDS, np.arange(len(PROMPTS)), own.config)
+    rollout = begin(own)
     own.set_params(params, 0)
     own.add(
       rollout, key=KEY, settings=PLAIN, group_size=G, window=6, extendable=True
@@ -232,16 +240,10 @@ class TestContinued:
       halt = len(steps) > 2
       return rules.Decision(insert=0 if halt else view.free, halt=halt)
 
-    rollout = new_requests(PROMPTS, IDS, np.arange(len(PROMPTS)), own.config)
-    call = {"group_size": G, "key": KEY, "settings": PLAIN, "version": 0}
     # Two calls of four tokens: prompts of up to twelve are partly read.
-    cut = own.generate_window(params, rollout, window=T, rule=rule, **call)
+    cut = go_on(own, params, begin(own), window=T, rule=rule)
     assert (cut.lengths == 0).any() and (cut.lengths > 0).any()
-    unfinished = cut.status == Status.TRUNCATED
-    rest = own.generate_window(params, take(cut, unfinished), window=T, **call)
-    whole = take(sample(own, params), unfinished)
-    np.testing.assert_array_equal(rest.tokens, whole.tokens)
-    np.testing.assert_array_equal(
-      rest.behavior_logprobs, whole.behavior_logprobs
-    )
+    rest = go_on(own, params, cut, window=T)
+    whole = sample(own, params)
+    assert_equal_bits(rest, take(whole, cut.status == Status.TRUNCATED))
     assert largest(own, params, rest) == 0

@@ -16,6 +16,7 @@ from helpers.tiny_engine import (
   make_engine,
 )
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.sampling import Engine, SamplingSettings, prompt_lookup
 from jaxrl_llm.sampling.processors import LogitsProcessor
 
@@ -36,6 +37,12 @@ def forbid(distribution, context, state):
   stops = jnp.isin(jnp.arange(67), context.stop_tokens)[None]
   logits = jnp.where(even | (early & stops), -jnp.inf, distribution.logits)
   return distribution._replace(logits=logits)
+
+
+def test_one_that_returns_no_distribution_is_named():
+  nothing = LogitsProcessor(lambda distribution, context, state: None)
+  with pytest.raises(InputError, match="processor 'nothing' returned None; "):
+    generate(make_engine(processors={"nothing": nothing}))
 
 
 class TestStateful:
@@ -71,27 +78,22 @@ class TestStateless:
     assert (out.tokens[there & (place % 2 == 1)] % 2 == 0).any()
 
   def test_the_order_is_that_of_the_mapping(self):
-    def sharpen(distribution, context, state):
-      del context, state
-      return distribution._replace(logits=2 * distribution.logits)
+    double = lambda logits: 2 * logits
+    shift = lambda logits: logits.at[:, 5].add(3.0)
 
-    def shift(distribution, context, state):
-      del context, state
-      changed = distribution.logits.at[:, 5].add(3.0)
-      return distribution._replace(logits=changed)
+    def processor(change):
+      return LogitsProcessor(
+        lambda distribution, context, state: distribution._replace(
+          logits=change(distribution.logits)
+        )
+      )
 
-    processors = [
-      ("sharpen", LogitsProcessor(sharpen)),
-      ("shift", LogitsProcessor(shift)),
-    ]
+    processors = [("double", processor(double)), ("shift", processor(shift))]
+    plain = SamplingSettings()
     settings = SamplingSettings(temperature=0.5, logit_bias={5: 1.5})
-    first = generate(
-      make_engine(processors=dict(processors)), settings=SamplingSettings()
-    )
+    first = generate(make_engine(processors=dict(processors)), settings=plain)
     assert_same_responses(first, generate(settings=settings))
     settings = dataclasses.replace(settings, logit_bias={5: 3.0})
-    last = generate(
-      make_engine(processors=dict(reversed(processors))),
-      settings=SamplingSettings(),
-    )
+    own = make_engine(processors=dict(reversed(processors)))
+    last = generate(own, settings=plain)
     assert_same_responses(last, generate(settings=settings))

@@ -78,10 +78,9 @@ class TestSharedPages:
     programs = programs._replace(
       init_kv_cache=lambda: [[np.zeros((1, 12))]], decode=decode
     )
-    places = {"shards": 1, "sharding": None, "shares_pages": True}
     scheduler = Scheduler(
       config,
-      lambda: PagedCache(programs, config, **places),
+      PagedCache(programs, config, sharding=None, shares_pages=True),
       speculation=AdaptiveSpeculation(0),
       detokenize=None,
     )

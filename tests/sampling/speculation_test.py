@@ -1,13 +1,14 @@
 """Draft tokens save steps and change no result, for any drafter."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny, tiny_engine, tiny_window
-from helpers.tiny_engine import STOP, T
+from helpers.tiny_engine import STOP, T, assert_same_responses
 
 from jaxrl_llm.sampling import (
   Drafter,
@@ -39,11 +40,6 @@ def expected():
   return generate(make_engine())
 
 
-def same(got, wanted):
-  tiny_engine.assert_same_responses(got, wanted)
-  np.testing.assert_array_equal(got.version, wanted.version)
-
-
 def fixed(draft):
   """Makes a drafter without a cache from (state, count) -> int32 [S, count]."""
 
@@ -51,8 +47,7 @@ def fixed(draft):
     del params, block_tables, active, draw
     return draft(state, count).astype(jnp.int32), kv_cache
 
-  nothing = lambda *_: ()
-  return Drafter(nothing, nothing, nothing, propose)
+  return Drafter(propose=propose)
 
 
 def constant(token):
@@ -85,28 +80,28 @@ DRAFTERS = {
 class TestResponses:
   @pytest.mark.parametrize("name", DRAFTERS)
   def test_are_the_same_with_any_drafter(self, name):
-    same(generate(make_engine(DRAFTERS[name], 3)), expected())
+    assert_same_responses(generate(make_engine(DRAFTERS[name], 3)), expected())
 
   def test_are_the_same_with_more_draft_tokens_than_room(self):
-    same(generate(make_engine(oracle(), T + 3)), expected())
+    assert_same_responses(generate(make_engine(oracle(), T + 3)), expected())
 
   def test_are_the_same_in_few_slots_and_small_pages(self):
     engine = make_engine(oracle(), 3, slots=3, page_size=4)
-    same(generate(engine), expected())
+    assert_same_responses(generate(engine), expected())
 
   @pytest.mark.slow
   def test_may_be_turned_on_and_off_at_every_step(self):
     engine = make_engine(DRAFTERS["quantized copy"], 2, page_size=4)
     numbers = iter([2, 0] * 100)
     engine._speculation.choose = lambda active: next(numbers)
-    same(generate(engine), expected())
+    assert_same_responses(generate(engine), expected())
 
   def test_cut_by_windows(self):
     engine = make_engine(DRAFTERS["quantized copy"], 3)
     call = {"engine": engine, "window": 3}
     rollout = tiny_window.write_window(None, range(tiny_window.N), **call)
     rollout = tiny_window.to_the_end(rollout, **call)
-    same(rollout, tiny_window.uncut())
+    assert_same_responses(rollout, tiny_window.uncut())
 
 
 class TestSteps:
@@ -119,7 +114,7 @@ class TestSteps:
   def test_no_draft_saves_nothing(self):
     engine = make_engine(constant(-1), 3, slots=12)
     rollout = generate(engine)
-    same(rollout, expected())
+    assert_same_responses(rollout, expected())
     assert rollout.lengths.max() == engine.last_stats.decode_steps
 
   @pytest.mark.slow
@@ -146,9 +141,8 @@ class TestPromptLookup:
   def test_drafts_what_followed(self, history, ngram, wanted):
     room = np.zeros((2, 10), np.int32)
     room[0, : len(history)] = history
-    state = type("DecodeState", (), {})()
-    state.history = jnp.asarray(room)
-    state.position = jnp.asarray([len(history) - 1, 0])
+    position = jnp.asarray([len(history) - 1, 0])
+    state = types.SimpleNamespace(history=jnp.asarray(room), position=position)
     got, _ = prompt_lookup(ngram=ngram).propose(
       (), (), None, state, None, None, count=3
     )
@@ -171,23 +165,20 @@ class TestQuantize:
 
 
 class TestAdaptiveSpeculation:
-  def observe(self, adaptive, active, num_draft_tokens, rate):
-    adaptive.observe(active, num_draft_tokens, rate, 1.0)
-
   def test_tries_all_then_keeps_the_fastest(self):
     adaptive = AdaptiveSpeculation(4)
     for way, rate in ((4, 70), (2, 100), (0, 50)):
       assert adaptive.choose(8) == way
-      self.observe(adaptive, 8, way, 1)  # Compiles; not counted.
+      adaptive.observe(8, way, 1, 1.0)  # Compiles; not counted.
       assert adaptive.choose(8) == way
-      self.observe(adaptive, 8, way, rate)
+      adaptive.observe(8, way, rate, 1.0)
     assert [adaptive.choose(8) for _ in range(5)] == [2] * 5
 
   def test_turns_off_what_does_not_pay_and_looks_again(self):
     adaptive = AdaptiveSpeculation(4, retry=10)
     for way, rate in ((4, 20), (2, 30), (0, 50)):
       for _ in range(2):
-        self.observe(adaptive, 8, way, rate)
+        adaptive.observe(8, way, rate, 1.0)
     choices = [adaptive.choose(8) for _ in range(20)]
     assert choices == [0] * 9 + [4] + [0] * 9 + [2]
 
@@ -195,9 +186,9 @@ class TestAdaptiveSpeculation:
     adaptive = AdaptiveSpeculation(4)
     for active, slow, fast in ((2, 0, 4), (64, 4, 0)):
       for _ in range(2):
-        self.observe(adaptive, active, 2, 5)
-        self.observe(adaptive, active, slow, 10)
-        self.observe(adaptive, active, fast, 20)
+        adaptive.observe(active, 2, 5, 1.0)
+        adaptive.observe(active, slow, 10, 1.0)
+        adaptive.observe(active, fast, 20, 1.0)
     assert adaptive.choose(2) == 4
     assert adaptive.choose(64) == 0
 
@@ -208,7 +199,7 @@ class TestAdaptiveSpeculation:
     adaptive = AdaptiveSpeculation(1)
     for way, rates in ((1, (20, 20, 1, 20)), (0, (10, 10, 10, 10))):
       for rate in rates:
-        self.observe(adaptive, 8, way, rate)
+        adaptive.observe(8, way, rate, 1.0)
     assert adaptive.choose(8) == 1
 
 

@@ -28,16 +28,11 @@ from jaxrl_llm.types import Origin, Status
 class TestUncut:
   """Windows with the same weights do not change a response."""
 
-  @pytest.mark.parametrize("window", [1, 5])
+  @pytest.mark.parametrize("window", [1, 5, T, 10**6])
   def test_windows_equal_one_call(self, window):
     out = to_the_end(write_window(None, range(N), window=window), window=window)
     assert_same_rows(out, uncut())
     assert {Status.FINISHED, Status.OVERLONG} == set(out.status)
-
-  @pytest.mark.parametrize("window", [T, 10**6])
-  def test_a_window_that_never_closes_equals_generate_to_the_bit(self, window):
-    out = write_window(None, range(N), window=window)
-    jax.tree.map(np.testing.assert_array_equal, out, uncut())
 
   def test_a_prompt_may_start_some_responses_later(self):
     ids = [IDS[0, :1], IDS[1], IDS[2, 1:3]]
@@ -77,16 +72,9 @@ class TestRecord:
     assert set(out.origin.flat) == {Origin.POLICY}
     # Existing tokens are unchanged.
     for name in ("tokens", "behavior_logprobs", "version"):
-      np.testing.assert_array_equal(
-        getattr(out, name)[:count, :4], getattr(rest, name)[:, :4]
-      )
-    for name in (
-      *("prompt_tokens", "prompt_lengths"),
-      *("sample_id", "group_id", "example_id"),
-    ):
-      np.testing.assert_array_equal(
-        getattr(out, name)[:count], getattr(rest, name)
-      )
+      np.testing.assert_array_equal(out[name][:count, :4], rest[name][:, :4])
+    for name in ("prompt_tokens", "sample_id", "group_id", "example_id"):
+      np.testing.assert_array_equal(out[name][:count], rest[name])
 
   def test_arrays_of_the_device_may_come_back(self):
     rest = cut(write_window(None, [0, 1], window=4))
@@ -126,18 +114,6 @@ class TestMaskAndOrigin:
     out = write_window(brought, window=3, rule=lambda view: Decision(halt=True))
     for name in ("mask", "origin", "lengths"):
       np.testing.assert_array_equal(out[name], brought[name])
-
-  def test_what_follows_a_stop_string_is_as_in_a_new_row(self):
-    brought = self._with_holes()
-    full = write_window(brought, window=T)
-    ends = [
-      tiny_engine.detokenize(row[length : length + 2])
-      for row, length in zip(full.tokens, brought.lengths)
-    ]
-    settings = dataclasses.replace(SETTINGS, stop_strings=tuple(set(ends)))
-    out = write_window(brought, window=T, settings=settings)
-    assert (out.lengths < full.lengths).any()
-    self._assert_kept(out, brought)
 
   def test_a_cut_clears_mask_and_origin(self):
     brought = self._with_holes()

@@ -12,6 +12,7 @@ TOKENS = sync.parity_tokens(67, rows=4, length=10)  # Three pages per row.
 
 
 def _fns(dtype, cache=None):
+  dtype, cache = jnp.dtype(dtype), cache and jnp.dtype(cache)
   return models.make_policy(
     tiny.tiny_config(),
     numerics=models.Numerics.all(dtype),
@@ -51,43 +52,36 @@ class TestParityCheck:
     with pytest.raises(sync.SyncError, match=r"nan \(relative\), more"):
       check(params, broken)
 
-  def test_bfloat16_agrees_and_other_weights_are_found(self):
-    check, transfer, params = _check(jnp.bfloat16)
-    assert 0 < check(params, transfer.send(params, 0)) <= 2e-2
+  @pytest.mark.parametrize(
+    ("dtype", "cache", "least", "most"),
+    [("bfloat16", None, 0, 2e-2), ("float32", "float8_e4m3fn", 2e-3, 7e-2)],
+  )
+  def test_few_bits_agree_and_other_weights_are_found(
+    self, dtype, cache, least, most
+  ):
+    _, transfer, params = _check(dtype)
+    check = _make_check(_fns(dtype, cache), cache or dtype)
+    assert least < check(params, transfer.send(params, 0)) <= most
     other = tiny.widen(params, jax.random.key(1))
-    with pytest.raises(sync.SyncError, match="version 3 differ .* than 0.02"):
-      check(params, transfer.send(other, 3))
-
-  def test_an_eight_bit_cache_is_within_its_tolerance(self):
-    _, transfer, params = _check(jnp.float32)
-    fns = _fns(jnp.float32, cache=jnp.float8_e4m3fn)
-    check = _make_check(fns, jnp.float8_e4m3fn)
-    assert 2e-3 < check(params, transfer.send(params, 0)) <= 7e-2
-    other = tiny.widen(params, jax.random.key(1))
-    with pytest.raises(sync.SyncError, match="version 3 differ .* than 0.07"):
+    with pytest.raises(sync.SyncError, match=f"version 3 differ .* {most}"):
       check(params, transfer.send(other, 3))
 
   def test_is_compiled_once(self):
     _, transfer, params = _check(jnp.float32)
     fns, traced = _fns(jnp.float32), []
 
-    def decode(*arguments):
-      traced.append("sampler")
-      return fns.decode(*arguments)
+    def noted(name):
+      return lambda *args: traced.append(name) or getattr(fns, name)(*args)
 
-    def logprobs(*arguments):
-      traced.append("trainer")
-      return fns.logprobs(*arguments)
-
-    check = _make_check(
-      fns._replace(decode=decode, logprobs=logprobs), jnp.float32
-    )
+    names = "decode", "logprobs"
+    spies = fns._replace(**{name: noted(name) for name in names})
+    check = _make_check(spies, jnp.float32)
     weights = transfer.send(params, 0)
     first = check(params, weights)
     seen = len(traced)
     weights = transfer.send(params, 1, replaces=weights)
     assert check(params, weights) == first
-    assert set(traced) == {"sampler", "trainer"} and len(traced) == seen
+    assert set(traced) == {*names} and len(traced) == seen
 
   def test_a_decoder_that_means_something_else_is_found(self):
     _, transfer, params = _check(jnp.float32)
