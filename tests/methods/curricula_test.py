@@ -299,9 +299,12 @@ class TestGdro:
     source = make("gdro", model, {"group_size": 6})
     prompts, state = source.draw(source.init(), 2)
     after = source.observe(state, answers(source, prompts, right=1))
-    # Halfway from 1/4 to 1/6 · 5/6, in the bin of the rate before, 1/2.
-    expected = np.where(np.arange(10) == 5, 0.1944, 0.25)
+    # Halfway from 1/4 to 6/5 · 1/6 · 5/6, in the bin of the rate before, 1/2.
+    expected = np.where(np.arange(10) == 5, 0.2083, 0.25)
     np.testing.assert_allclose(after.variance, expected, atol=1e-4)
+    single = [dataclasses.replace(prompt, tries=1) for prompt in prompts]
+    after = source.observe(state, answers(source, single, right=1))
+    np.testing.assert_array_equal(after.variance, state.variance)
     rate = np.where(np.arange(POOL) % 2, 0.5, 0.05).astype(np.float32)
     variance = np.where(np.arange(10) == 5, 1 / 4, 1 / 36)
     prompts, _ = source.draw(state.replace(rate=rate, variance=variance), POOL)
