@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from helpers import doors
+from helpers import doors, registries
 
+from jaxrl_llm import register
 from jaxrl_llm.methods import poise
 
 
@@ -39,9 +40,18 @@ def test_its_gradient_is_unbiased_and_that_of_own_features_is_not():
 
 @pytest.mark.slow
 def test_trains_and_resumes_bit_for_bit(model, tmp_path):
-  settings = {"estimator__name": "cross_probe", "schedule__lag": 1}
-  rows = doors.train(model, tmp_path / "run", **settings)
-  # The first prediction is 0, and every reward is -1.
-  assert rows[1]["poise/loss"] == pytest.approx(1.0, abs=0.1)
+  with registries.registered():
+    register.reward("length", lambda tokens: len(tokens) / 10)
+    rows = doors.train(
+      model,
+      tmp_path / "run",
+      estimator__name="cross_probe",
+      optimizer__policy__mini_batch=16,
+      reward__name="length",
+      schedule__lag=1,
+    )
+  # The first prediction is 0. Responses count equally, whatever their length.
+  mean, std = (rows[1][f"reward/{x}"] for x in ("mean", "std"))
+  assert rows[1]["poise/loss"] == pytest.approx(mean**2 + std**2, rel=1e-5)
   assert 0 < rows[2]["poise/loss"] < rows[1]["poise/loss"]
   assert rows[2]["poise/grad_norm"] > 0
