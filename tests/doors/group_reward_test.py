@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import sys
 import textwrap
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -54,34 +55,22 @@ def test_labels_train_and_never_evaluate(model, tmp_path, streaming):
     schedule__streaming=streaming,
     optimizer__policy__mini_batch=16,
   )
-  plain = build.make_run(doors.make_config(model))
-  loop.start(plain, tmp_path, _Rows(first := []), None, 0.0)
+  logger, plain = mock.Mock(), build.make_run(doors.make_config(model))
+  loop.start(plain, tmp_path, logger, None, 0.0)
+  _, first = logger.log.call_args.args
   for row in rows[1:]:
     # Random digits are rarely correct, but one answer is its group's label.
     assert row["reward/true"] < row["reward/accuracy"]
     assert row["reward/mean"] == pytest.approx(2 * row["reward/accuracy"] - 1)
     assert 0 <= row["reward/agrees"] < 1
   evaluated = [name for name in rows[0] if name.startswith("eval/")]
-  assert evaluated and all(rows[0][k] == first[0][k] for k in evaluated)
+  assert evaluated and all(rows[0][k] == first[k] for k in evaluated)
 
 
 def test_pretraining_and_training_share_its_processes(model):
   run = build.make_run(tiny_run.make_config(model, reward__group="majority"))
   shared = run.worker.group_reward
   assert shared is not None and run.pretraining.worker.group_reward is shared
-
-
-class _Rows:
-  """A logger that keeps the rows of metrics."""
-
-  def __init__(self, rows):
-    self._rows = rows
-
-  def log(self, step, row):
-    self._rows.append(row)
-
-  def __getattr__(self, name):
-    return lambda *_: None
 
 
 def test_a_failed_reward_is_still_reported(model):
