@@ -1,9 +1,8 @@
-"""Rewards that compare responses: majority labels, and a ranking for TRL."""
+"""Rewards that compare the responses to a prompt, such as majority labels."""
 
 import contextlib
 import dataclasses
 import sys
-import textwrap
 from unittest import mock
 
 import numpy as np
@@ -117,32 +116,3 @@ def test_one_that_fails_leaves_its_group_unjudged(model, tmp_path):
   assert (responses.rewards[responses.judged] == 1).all() and len(seen) == 4
   assert "KeyError: 'oops' (group_reward_test.py" in told[0]
   assert "return a list with a result for each of the 4 responses" in told[1]
-
-
-RANKING = """
-  def best_of_its_group(prompts, completions, **columns):
-    assert len(completions) == {size} and len(set(prompts)) == 1
-    assert all(len(x) == {size} for x in columns.values())
-    longest = max(map(len, completions))
-    return [float(len(text) == longest) for text in completions]
-"""
-
-
-def test_a_function_of_trl_ranks_a_group(model, tmp_path):
-  file = tmp_path / "own_ranking.py"
-  file.write_text(textwrap.dedent(RANKING.format(size=4)))
-  changes = {
-    "reward__name": "trl",
-    "reward__path": str(file),
-    "reward__function": "best_of_its_group",
-    "reward__workers": 1,
-    "eval__samples": 4,  # Evaluated groups have four, too.
-    "sampler__slots": 16,
-  }
-  rows = doors.train(model, tmp_path / "run", **changes)
-  for row in rows[1:]:
-    assert row["reward/errors"] == 0
-    # At least one of four is best, but not all of them.
-    assert 0.25 <= row["reward/mean"] < 1
-    assert row["reward/mean"] == row["reward/best_of_its_group"]
-  assert np.isfinite(rows[-1]["policy/loss"])

@@ -85,6 +85,20 @@ class TestJudge:
     text = [ord(c) for c in "#1."]
     assert seen == [("1+0?", text, False, "book", "book-7", {"x": 4}, 4)]
 
+  def test_a_batched_reward_reads_groups(self):
+    seen = []
+
+    def comparing(response):
+      seen.append(response)
+      return [float(len(text) == max(map(len, response))) for text in response]
+
+    comparing.batched = True
+    # The first and the third response are to the same prompt.
+    rollout = self.ROLLOUT.replace(group_id=np.int32([7, 8, 7, 8]))
+    responses = self.judge(comparing)(rollout, self.PROBLEMS).responses
+    assert seen == [["#1.", "#12."], ["#2.", "#2."]]
+    np.testing.assert_array_equal(responses.rewards, [0, 1, 1, 1])
+
   def test_an_environment_has_no_part_in_the_text_that_is_judged(self):
     seen = []
 
