@@ -111,18 +111,15 @@ class TestLaws:
   def test_draws_depend_on_the_state_alone(self, source):
     first, middle = self.walk(source, source.init(), 4)
     assert self.walk(source, source.init(), 4)[0] == first
+    ids = [prompt.group_id for prompts in first for prompt in prompts]
+    assert ids == list(range(20)) and middle.drawn == 20
     # As in a checkpoint in the middle of an epoch.
     copied = jax.tree.map(lambda x: np.asarray(x).copy(), middle)
     copied = dataclasses.replace(copied, drawn=int(copied.drawn))
     assert self.walk(source, copied, 3)[0] == self.walk(source, middle, 3)[0]
 
-  def test_groups_are_unique_and_batches_whole(self, source):
-    drawn, state = self.walk(source, source.init(), 6)
-    ids = [prompt.group_id for prompts in drawn for prompt in prompts]
-    assert ids == list(range(30)) and state.drawn == 30
-
   def test_no_prompt_starves(self, source):
-    drawn, _ = self.walk(source, source.init(), 200)
+    drawn, _ = self.walk(source, source.init(), 100)
     asked = {prompt.example_id for prompts in drawn for prompt in prompts}
     left_out = getattr(source, "_rates", np.zeros(0))
     easy = np.flatnonzero((left_out == 0) | (left_out > 0.75))
@@ -279,15 +276,10 @@ class TestGdro:
   """Tests of weights by square roots of variances."""
 
   def test_by_hand(self):
+    # In proportion, they are 2.81, 6.28, 8.88 and 14.04.
     deviations = np.sqrt([0.01, 0.05, 0.1, 0.25])
-    wanted = 32 * deviations / deviations.sum()
-    np.testing.assert_allclose(
-      wanted, [2.8074, 6.2776, 8.8779, 14.0371], atol=1e-4
-    )
     given = gdro.apportion(deviations, 32, fewest=2, most=32)
     assert given.tolist() == [3, 6, 9, 14]
-    variances = np.array([0.01, 0.05, 0.1, 0.25])
-    assert np.mean(variances / given) == pytest.approx(0.010159, abs=5e-6)
 
   def test_variances_and_tries_by_hand(self, model):
     source = make("gdro", model, {"group_size": 6})
