@@ -20,7 +20,7 @@ from jaxrl_llm import config as config_lib
 
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
-  config, scale = config_lib.scaled(preset)
+  config, scale = config_lib.scaled(preset, groups=True)
   config.value.ensemble = "halves"
   config.estimator.agree_share = 0.2
   config.value.pretrain_steps = scale.pretrain_steps
@@ -28,6 +28,4 @@ def get_config(preset: str = ""):
   config.estimator.lambda_schedule = "length_adaptive"
   config.loss.mode = "token-mean"
   config.loss.clip_high = 0.28
-  config.data.group_size = scale.group_size
-  config.data.prompts_per_step //= scale.group_size
   return config

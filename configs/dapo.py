@@ -19,9 +19,7 @@ from jaxrl_llm import config as config_lib
 
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
-  config, scale = config_lib.scaled(preset)
-  config.data.group_size = scale.group_size
-  config.data.prompts_per_step //= scale.group_size
+  config, _ = config_lib.scaled(preset, groups=True)
   config.estimator.name = "group"
   config.loss.clip_low = 0.2
   config.loss.clip_high = 0.28

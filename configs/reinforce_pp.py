@@ -15,9 +15,7 @@ from jaxrl_llm import config as config_lib
 
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
-  config, scale = config_lib.scaled(preset)
-  config.data.group_size = scale.group_size
-  config.data.prompts_per_step //= scale.group_size
+  config, _ = config_lib.scaled(preset, groups=True)
   config.estimator.name = "reward_to_go"
   config.estimator.center = "none"
   config.estimator.normalize = "whiten"

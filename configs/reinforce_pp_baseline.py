@@ -14,13 +14,6 @@ from jaxrl_llm import config as config_lib
 
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
-  config, scale = config_lib.scaled(preset)
-  config.data.group_size = scale.group_size
-  config.data.prompts_per_step //= scale.group_size
-  config.estimator.name = "reward_to_go"
+  config = config_lib.based_on("reinforce_pp", preset)
   config.estimator.center = "mean"
-  config.estimator.normalize = "whiten"
-  config.loss.clip_high = 0.2
-  config.loss.mode = "seq-mean-token-mean"
-  config.loss.kl_reward_coefficient = 0.001
   return config

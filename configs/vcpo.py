@@ -34,9 +34,7 @@ from jaxrl_llm import config as config_lib
 
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
-  config, scale = config_lib.scaled(preset)
-  config.data.group_size = scale.group_size
-  config.data.prompts_per_step //= scale.group_size
+  config, _ = config_lib.scaled(preset, groups=True)
   config.schedule.lag = 1
   config.estimator.name = "optimal_baseline"
   config.estimator.gradient_norms = "length" if preset else "exact"

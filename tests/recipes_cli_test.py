@@ -44,6 +44,11 @@ streaming estimator.normalize=whiten: \
 grouped estimator.gamma=0.9: estimator.gamma, estimator.name, has no discount
 loss.name=gspo loss.dual_clip=3.0: loss.dual_clip, loss.name, no dual clip
 estimator.name=maxrl no_critic: estimator.name, reward.incorrect, mean reward
+estimator.name=maxrl no_critic reward.incorrect=0.0 reward.overlong_buffer=9: \
+  estimator.name, reward.overlong_buffer, mean reward
+estimator.name=maxrl no_critic reward.incorrect=0.0 \
+  loss.kl_reward_coefficient=0.1: \
+  estimator.name, loss.kl_reward_coefficient, mean reward
 estimator.name=distillation no_critic reward.overlong_buffer=9: \
   estimator.name, reward.overlong_buffer, does not read the reward
 estimator.name=distillation no_critic loss.kl_reward_coefficient=0.1: \

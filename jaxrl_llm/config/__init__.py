@@ -52,11 +52,15 @@ def default_config() -> ConfigDict:
   return config.lock()
 
 
-def scaled(preset: str = "") -> tuple[ConfigDict, presets.Scale]:
+def scaled(
+  preset: str = "", *, groups: bool = False
+) -> tuple[ConfigDict, presets.Scale]:
   """Returns the defaults with a preset applied, for a method file to override.
 
   Args:
     preset: '' (the embedded task on a CPU) or a name of `presets.SCALES`.
+    groups: whether each prompt gets the preset's number of responses instead of
+      one; a step has the same number of responses.
 
   Returns:
     The config, and the preset with sizes that only some methods need.
@@ -69,6 +73,9 @@ def scaled(preset: str = "") -> tuple[ConfigDict, presets.Scale]:
     raise InputError(f"preset {preset!r} is unknown; choose {names} or none")
   config, scale = default_config(), presets.SCALES[preset]
   scale.apply(config)
+  if groups:
+    config.data.group_size = scale.group_size
+    config.data.prompts_per_step //= scale.group_size
   return config, scale
 
 
@@ -76,11 +83,9 @@ def grouped(preset: str = "") -> ConfigDict:
   """Returns a preset with groups and DAPO's token-level loss and clip-higher.
 
   The starting point of method files that change the selection of prompts or
-  group-relative advantages. Arguments and errors are those of `scaled`.
+  group-relative advantages. Argument and errors are those of `scaled`.
   """
-  config, scale = scaled(preset)
-  config.data.group_size = scale.group_size
-  config.data.prompts_per_step //= scale.group_size
+  config, _ = scaled(preset, groups=True)
   config.estimator.name = "group"
   config.loss.mode = "token-mean"
   config.loss.clip_low = 0.2

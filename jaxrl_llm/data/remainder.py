@@ -36,12 +36,6 @@ class RemainderProblem(tasks.Problem):
     return f"{self.number}-{self.divisor}?"
 
 
-def _divisors(operations: int) -> range:
-  """Returns the divisors that keep numbers in range with so many steps."""
-  most = (_LARGEST + 1) // (operations + 1)
-  return range(_DIVISORS[0], min(_DIVISORS[-1], most) + 1)
-
-
 def draw_problem(
   rng: np.random.Generator, *, max_ops: int, tail: float
 ) -> RemainderProblem:
@@ -60,7 +54,9 @@ def draw_problem(
   """
   shares = np.arange(1, max_ops + 1) ** -float(tail)
   operations = 1 + int(rng.choice(max_ops, p=shares / shares.sum()))
-  divisor = int(rng.choice(_divisors(operations)))
+  # With any remainder, the number is below divisor * (operations + 1).
+  most = min(_DIVISORS[-1], (_LARGEST + 1) // (operations + 1))
+  divisor = int(rng.choice(range(_DIVISORS[0], most + 1)))
   left = int(rng.integers(divisor))
   return RemainderProblem(operations * divisor + left, divisor)
 

@@ -177,8 +177,6 @@ class DrawnProblems:
       ValueError: a setting is out of range.
     """
     _check_split(split)
-    if seed < 0:
-      raise ValueError(f"seed must be >= 0, got {seed}")
     self._name, self._split, self._seed = name, split, seed
     self._draw = functools.partial(draw, **settings)
     self._eval = _eval_problems(draw, eval_size, **settings)

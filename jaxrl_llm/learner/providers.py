@@ -25,6 +25,7 @@ Column = Callable[[str, np.ndarray], np.ndarray]
 # Prefixes of inputs that are parts of the reward or columns of the data.
 PART, COLUMN = "part_", "column_"
 VERDICTS = ("rewards", "correct", "judged")
+LOGPROBS = operator.attrgetter("logprobs")  # Of the scores of a language model.
 # Inputs that every learner has.
 OF_THE_BATCH = frozenset(
   {field.name for field in dataclasses.fields(Rollout)}
@@ -61,18 +62,23 @@ class Scoring:
     member: str,
     read: Callable[[Any], np.ndarray] = lambda scored: scored,
     trained: Any = None,
+    rows: np.ndarray | None = None,
   ) -> np.ndarray:
-    """Returns scores of a member at all tokens, [B, T]; 0 in absent rows.
+    """Returns scores of a model at all tokens, [B, T]; 0 in absent rows.
 
     Args:
-      member: name of the member.
-      read: (the member's scores of a mini-batch) -> [M, r, C].
+      member: name of the member, or of a frozen model, which scores the
+        mini-batches of the policy.
+      read: (the model's scores of a mini-batch) -> [M, r, C].
       trained: as in `Learner.score`.
+      rows: bool [B]; mini-batches without any of these rows are not scored.
     """
     out = self.zeros()
-    for batch in self.mini_batches[member]:
-      scored = self.packed(member, batch, trained)
-      out[batch.rows] = batch.layout.gather(read(scored))
+    packed = member if member in self.mini_batches else "policy"
+    for batch in self.mini_batches[packed]:
+      if rows is None or rows[batch.rows].any():
+        scored = self.packed(member, batch, trained)
+        out[batch.rows] = batch.layout.gather(read(scored))
     return out
 
   @functools.cached_property
@@ -117,10 +123,8 @@ class Scoring:
 
 def _reference(scoring: Scoring) -> Scores:
   """Provides the log-probs of the initial policy."""
-  read = operator.attrgetter("logprobs")
-  return {
-    "ref_logprobs": scoring.tokens("policy", read, scoring.state.reference)
-  }
+  reference = scoring.state.reference
+  return {"ref_logprobs": scoring.tokens("policy", LOGPROBS, reference)}
 
 
 def _values(scoring: Scoring) -> Scores:

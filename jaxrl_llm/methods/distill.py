@@ -77,14 +77,12 @@ def _teachers(scoring: providers.Scoring) -> list[str]:
 
 
 def _scores(scoring: providers.Scoring, chosen: np.ndarray) -> np.ndarray:
-  """Scores each row with its teacher, in the mini-batches of the policy."""
+  """Scores each row with its teacher."""
   out = scoring.zeros()
-  for batch in scoring.mini_batches["policy"]:
-    for number, name in enumerate(_teachers(scoring)):
-      theirs = chosen[batch.rows] == number
-      if theirs.any():
-        scored = batch.layout.gather(scoring.packed(name, batch).logprobs)
-        out[batch.rows] = np.where(theirs[:, None], scored, out[batch.rows])
+  for number, name in enumerate(_teachers(scoring)):
+    theirs = chosen == number
+    scored = scoring.tokens(name, providers.LOGPROBS, rows=theirs)
+    out[theirs] = scored[theirs]
   return out
 
 

@@ -91,10 +91,13 @@ class Gdro(Curriculum):
 
   def observe(self, state: Variances, responses) -> Variances:
     seen, rate = results_of(responses), state.rate.copy()
-    variance, place = state.variance.copy(), bins_of(rate[seen.prompts])
+    several, variance = seen.tries > 1, state.variance.copy()
+    tries, solved = seen.tries[several], seen.rate[several]
+    # Unbiased: otherwise few responses to a bin would lead to even fewer.
+    within = solved * (1 - solved) * tries / (tries - 1)
+    place = bins_of(rate[seen.prompts[several]])
     for one in np.unique(place):
-      mean = np.mean((seen.rate * (1 - seen.rate))[place == one])
-      variance[one] += 0.5 * (mean - variance[one])
+      variance[one] += 0.5 * (np.mean(within[place == one]) - variance[one])
     rate[seen.prompts] += 0.5 * (seen.rate - rate[seen.prompts])
     return state.replace(rate=rate, variance=variance)
 

@@ -79,15 +79,13 @@ def writer_logprobs(scoring: providers.Scoring) -> np.ndarray:
   read = scoring.learner.companions["kept"].read
   new = np.arange(rollout.mask.shape[1]) >= rollout.window_start[:, None]
   wrote = np.where(rollout.mask & new, rollout.version, version)
-  out = scoring.policy["old_logprobs"].copy()
+  out = scoring.policy["old_logprobs"]
   for earlier in np.setdiff1d(wrote, version):
     trained = read(scoring.state.companions["kept"], earlier)
-    for batch in scoring.mini_batches["policy"]:
-      theirs = wrote[batch.rows] == earlier
-      if theirs.any():
-        scored = scoring.packed("policy", batch, trained).logprobs
-        scored = batch.layout.gather(scored)
-        out[batch.rows] = np.where(theirs, scored, out[batch.rows])
+    theirs = wrote == earlier
+    rows = theirs.any(axis=1)
+    scored = scoring.tokens("policy", providers.LOGPROBS, trained, rows)
+    out = np.where(theirs, scored, out)
   return out
 
 

@@ -4,7 +4,8 @@
 
 Differs from GRPO in the divisor: with rewards of 0 and 1, each prompt is
 weighted by the inverse of its pass rate, as in the gradient of the
-log-likelihood of a correct answer.
+log-likelihood of a correct answer. Penalties are refused: with a mean close to
+0, advantages would have any size.
 
 Reference: Tajwar et al. 2026, arXiv:2602.02710.
 """

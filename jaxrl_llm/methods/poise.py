@@ -14,8 +14,6 @@ Reference: Choi et al. 2026 (POISE), arXiv:2605.07579.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +23,6 @@ from jaxrl_llm.learner import estimates, members, providers, scoring
 from jaxrl_llm.learner.update import Objective
 
 _LEARNING_RATE = 0.01  # High, because the probe is linear.
-
-
-class Probe(NamedTuple):
-  """Functions of the probe, like those of a model."""
-
-  init: Callable[[Any], Any]
-  shares_prompts: bool
 
 
 def make_probe(policy, algorithm, mesh) -> members.Member:
@@ -73,8 +64,8 @@ def make_probe(policy, algorithm, mesh) -> members.Member:
   settings = dataclasses.replace(
     policy.settings, learning_rate=_LEARNING_RATE, frozen=()
   )
-  probe = Probe(init, policy.fns.shares_prompts)
-  return members.make_member(probe, training, settings, mesh)
+  fns = policy.fns._replace(init=init)
+  return members.make_member(fns, training, settings, mesh)
 
 
 def cross_probe(token_rewards, poise_values, mask, groups) -> jax.Array:

@@ -89,7 +89,8 @@ class Demonstrations(PromptSource):
     end = prompt.tokens[stops[-1]] if stops.size else self._tokenizer.eos_id
     end = end if self._stop is None else self._stop
     tokens, trained, said = [], [], prompt.completion
-    if not _is_conversation(said):
+    # Anything but messages that begin with an answer must be a text.
+    if not (rows.is_conversation(said) and said[0]["role"] == "assistant"):
       said = [{"role": "assistant", "content": self._text(prompt)}]
     asked = prompt.messages or [{"role": "user", "content": prompt.question}]
     for turn, message in enumerate(said):
@@ -130,13 +131,6 @@ class Demonstrations(PromptSource):
       )
     text = text.replace("{answer}", example.answer)
     return text.replace("{completion}", said or "")
-
-
-def _is_conversation(said: Any) -> bool:
-  """Returns whether an answer is messages that begin with the assistant's."""
-  if not rows.is_conversation(said):
-    return False
-  return said[0]["role"] == "assistant"
 
 
 def given(mask) -> jax.Array:

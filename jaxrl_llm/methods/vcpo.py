@@ -132,20 +132,16 @@ def one_by_one(
   each = [
     packing.pack(
       take_rows(rollout, [i]), capacity=capacity, rows=rows, micro_batches=1
-    )
+    )[0].replace(count=None)
     for i in range(len(rollout.lengths))
   ]
   rest = (0, micro_batches - len(each))
 
-  def joined(name):
-    parts = np.concatenate([packed[name] for packed, _ in each])
+  def joined(*parts):
+    parts = np.concatenate(parts)
     return np.pad(parts, [rest] + [(0, 0)] * (parts.ndim - 1))
 
-  first = each[0][0]
-  names = [k for k, x in first.items() if x is not None and k != "count"]
-  return models.PackedRows(
-    **{name: joined(name) for name in names}, count=np.int32(len(each))
-  )
+  return jax.tree.map(joined, *each).replace(count=np.int32(len(each)))
 
 
 def gradient_norms(scoring: providers.Scoring) -> np.ndarray:

@@ -5,8 +5,12 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.adapters import Trl, Verl, load_function
 from jaxrl_llm.rewards.exact import chain_sum, environment, exact_line
 from jaxrl_llm.rewards.math import gold_answer, math_verify, numeric
-from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.verdict import Grading, RewardFn, Verdict
+from jaxrl_llm.rewards.pool import RewardPool as RewardPool
+from jaxrl_llm.rewards.verdict import (
+  Grading as Grading,
+  RewardFn as RewardFn,
+  Verdict as Verdict,
+)
 from jaxrl_llm.system.plugin import Table
 
 # Name -> reward; 'verl' and 'trl' load reward.function from reward.path.
@@ -67,19 +71,3 @@ def get_reward(name: str, path: str = "", function: str = "") -> RewardFn:
   for part in names:
     load_function(path, part)
   return REWARDS[name](path, names)
-
-
-__all__ = [
-  "GROUP_REWARDS",
-  "REWARDS",
-  "Grading",
-  "RewardFn",
-  "RewardPool",
-  "Verdict",
-  "chain_sum",
-  "exact_line",
-  "get_reward",
-  "gold_response",
-  "math_verify",
-  "numeric",
-]

@@ -28,6 +28,7 @@ class Table(dict[str, Any]):
   def __init__(self, kind: str, **choices: Any):
     """Adds the parts of a kind that `methods.FILES` lists."""
     super().__init__(choices)
+    self.kind = kind
     for file, names in importlib.import_module(_METHODS).FILES.items():
       self.update(dict.fromkeys(names.get(kind, "").split(), file))
 

@@ -36,6 +36,11 @@ def groups(config: Any) -> Rules:
   uncentered = "center" in read and center == "none"
   grouped = compares_groups(part) and not (has_critic(config) or uncentered)
   has_pivot = (name, center) == ("group", "median")
+  negative = {
+    "reward.incorrect": config.reward.incorrect < 0,
+    "reward.overlong_buffer": config.reward.overlong_buffer,
+    "loss.kl_reward_coefficient": config.loss.kl_reward_coefficient,
+  }
   return [
     ("gamma" not in read and estimator.gamma < 1,
       "estimator.gamma, estimator.name",
@@ -48,9 +53,10 @@ def groups(config: Any) -> Rules:
     ((name, center) == ("group", "none"), "estimator.name, estimator.center",
       "this estimator needs a baseline; use 'mean', 'median' or"
       " 'leave_one_out'"),
-    (name == "maxrl" and config.reward.incorrect < 0,
-      "estimator.name, reward.incorrect",
-      "'maxrl' divides by the mean reward; use reward.incorrect=0"),
+    *((name == "maxrl" and below, f"estimator.name, {key}",
+      "'maxrl' divides by the mean reward, so rewards must not be negative;"
+      f" use {key}=0")
+      for key, below in negative.items()),
     (name == "turn_gae" and (estimator.gamma, estimator.lambda_value) != (1, 1),
       "estimator.name, estimator.gamma, estimator.lambda_value",
       "returns of 'turn_gae' are sums of rewards; use gamma=1 and"

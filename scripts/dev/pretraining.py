@@ -185,10 +185,22 @@ def _batch(tokenizer, source, settings, i) -> PackedBatch:
   return PackedBatch(**batch, schedule_step=np.int32(i))
 
 
+_DIRECT_RIGHT = 0.25  # Fraction of the guesses that are correct.
+_RAMBLE = 0.15  # Fraction of the `skip` solutions that never end.
+
+
 class Noise(NamedTuple):
   """Noise of solutions: how often steps are skipped or wrong."""
 
-  shares: Mapping[str, float]  # Kind of solution -> fraction; they sum to 1.
+  # Kind of solution -> fraction; they sum to 1:
+  #   direct: a bare guess `#N.`;
+  #   clean: the clean solution;
+  #   misread: the clean solution of the misread problem;
+  #   slip: one wrong step, which affects the answer;
+  #   skip: some steps are left out;
+  #   early: ends too early, with an intermediate total as the answer;
+  #   stuck: repeats a line endlessly.
+  shares: Mapping[str, float]
   largest: float  # Largest total after a wrong step.
   # (rng, problem) -> a wrong guess.
   wrong_answer: Callable[[np.random.Generator, Any], int]
@@ -236,13 +248,7 @@ class Solution(NamedTuple):
 
 
 def noisy_solution(
-  rng: np.random.Generator,
-  problem: Problem,
-  *,
-  max_length: int,
-  direct_right: float = 0.25,
-  ramble: float = 0.15,
-  **shares: float,
+  rng: np.random.Generator, problem: Problem, *, max_length: int
 ) -> Solution:
   """Draws a solution from a mixture of clean and flawed ones.
 
@@ -257,34 +263,19 @@ def noisy_solution(
     rng: random generator; advanced.
     problem: the problem to solve.
     max_length: number of characters to which endless solutions are cut.
-    direct_right: fraction of the guesses that are correct.
-    ramble: fraction of the `skip` solutions that repeat themselves endlessly.
-    **shares: fractions of kinds that override those of `NOISE`:
-      direct: bare guesses `#N.`;
-      clean: clean solutions;
-      misread: clean solutions of the misread problem;
-      slip: one wrong step, which affects the answer;
-      skip: some steps are left out;
-      early: ends too early, with an intermediate total as the answer;
-      stuck: repeats a line endlessly.
 
   Returns:
     The text, and whether it ends.
-
-  Raises:
-    ValueError: the shares are negative or do not sum to 1.
   """
   noise = NOISE[type(problem)]
-  kinds, values = zip(*(noise.shares | shares).items())
-  if min(values) < 0 or abs(sum(values) - 1) > 1e-6:
-    raise ValueError(f"shares must be >= 0 and sum to 1, got {values}")
+  kinds, values = zip(*noise.shares.items())
   lines, end = problem.lines, f"#{problem.answer}."
   kind = kinds[rng.choice(len(kinds), p=np.divide(values, sum(values)))]
   if kind == "misread":
     return Solution(noise.misread(problem).solution, True)
   if kind == "direct":
     lines = []
-    if rng.random() >= direct_right:
+    if rng.random() >= _DIRECT_RIGHT:
       end = f"#{noise.wrong_answer(rng, problem)}."
   elif kind == "slip":
     lines, end = _slip(rng, problem, noise)
@@ -292,7 +283,7 @@ def noisy_solution(
     kept = rng.random(len(lines)) < 0.5
     kept[rng.integers(len(lines))] = False
     some = list(itertools.compress(lines, kept))
-    if rng.random() < ramble:
+    if rng.random() < _RAMBLE:
       lines, end = (some or lines) * max_length, ""
     else:
       lines = some

@@ -1,10 +1,12 @@
-"""Common behaviour of chain_sum and remainder: seeds, splits, errors, names."""
+"""Common behaviour of chain_sum and remainder: seeds, splits, solutions."""
+
+import hashlib
 
 import numpy as np
 import pretraining
 import pytest
 
-from jaxrl_llm.data import remainder, sources, tasks
+from jaxrl_llm.data import remainder, tasks
 
 TASKS = {"chain_sum": tasks.ChainSum, "remainder": remainder.Remainder}
 # Training and evaluation problems, on which shipped bases and curves depend.
@@ -13,6 +15,16 @@ GOLDEN = {
   " 5-5+9-6+1+9+1? 7-1+1+5-4+2? 2+2-1-3?",
   "remainder": "37-6? 4-4? 32-5? 63-6? 21-4? 19-4?",
 }
+# Solutions: guesses, wrong steps, and in chain_sum overlooked minus signs.
+NOISY = {
+  "chain_sum": "#7. 2+3=5;5+9=14;14+6=20;20-1=9;9-6=3;3+8=11;#11."
+  " 2+4=6;6-1=5;5-4=1;1+8=9;#9. 8+3=11;11+6=17;17+3=20;20+4=24;#24."
+  " 5+6=12;12+3=15;#15. 6+1=7;7+4=11;11+9=20;20+7=27;#27.",
+  "remainder": "#6. 4-3=11;11-3=8;8-3=5;5-3=2;#2. #0."
+  " 33-4=29;29-4=25;25-4=21;21-4=17;17-4=13;13-4=9;9-4=5;5-4=1;#1. #6."
+  " 5-4=1;#1.",
+}
+DIGESTS = {"chain_sum": "1a827cd2dcc3be65", "remainder": "efb83662a0ec894b"}
 # One held-out problem too many: training needs one of 126 sums of two numbers
 # and one of 42 divisions that end after one line.
 FULL = {"chain_sum": 126, "remainder": 42}
@@ -74,15 +86,14 @@ def test_as_many_are_held_out_as_leave_one_to_train_on(task):
 
 
 @either
-def test_is_a_source_by_name(task):
-  source = sources.make_source(task, {"max_ops": 30}, split="eval")
-  assert isinstance(source, TASKS[task]) and len(source) == 200
-
-
-@either
-def test_shares_of_noise_must_sum_to_one(task):
-  problem = TASKS[task]().problem(0)
-  with pytest.raises(ValueError, match="sum to 1"):
-    pretraining.noisy_solution(
-      np.random.default_rng(0), problem, max_length=64, direct=0.5
-    )
+def test_noisy_solutions_are_those_of_the_shipped_bases(task):
+  """Others would train other bases: see scripts/dev/pretraining.py."""
+  settings, rng = pretraining.TASKS[task], np.random.default_rng(0)
+  source = TASKS[task](**settings.task_settings)
+  drawn = [
+    pretraining.noisy_solution(rng, source.problem(i), max_length=64)
+    for i in range(2000)
+  ]
+  assert [solution.text for solution in drawn[6:12]] == NOISY[task].split()
+  text = "\n".join(f"{solution.text}{solution.stops}" for solution in drawn)
+  assert hashlib.sha256(text.encode()).hexdigest()[:16] == DIGESTS[task]

@@ -3,15 +3,12 @@
 import copy
 import dataclasses
 
-import numpy as np
 import pretraining
 import pytest
-from helpers.tiny_run import random_rollout
 
 from jaxrl_llm.data import prompt_source, tasks
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.types import unjudged
 
 CHATML = (
   "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}<s>"
@@ -150,24 +147,6 @@ class TestPromptSource:
       part, _ = make_prompts(tokenizer, make()).draw(state, n)
       assert part == whole[position : position + n]
 
-  def test_a_draw_leaves_the_state_it_was_given(self, tokenizer):
-    prompts = make_prompts(tokenizer, POOL)
-    state = prompts.init()
-    first, _ = prompts.draw(state, 3)
-    assert state == prompts.init()
-    assert prompts.draw(state, 3)[0] == first
-    assert prompts.draw(state, 0) == ([], state)
-
-  def test_a_draw_is_a_group_of_its_own(self, tokenizer):
-    prompts = make_prompts(tokenizer, POOL)
-    state, ids, rows = prompts.init(), [], []
-    for n in (3, 5, 1, 4):  # Three epochs and a prompt.
-      drawn, state = prompts.draw(state, n)
-      ids += [p.group_id for p in drawn]
-      rows += [p.example_id for p in drawn]
-    assert ids == list(range(13))
-    assert set(rows) == set(range(4))
-
   def test_a_drawn_prompt_is_found_again(self, tokenizer):
     settings = {"max_prompt_length": 7, "on_long": "drop"}
     for make in (
@@ -180,12 +159,6 @@ class TestPromptSource:
       for prompt in draw(make(), 30):
         # By a source that has drawn nothing.
         assert make().prompt(prompt.example_id, prompt.group_id) == prompt
-
-  def test_responses_teach_it_nothing(self, tokenizer):
-    prompts = make_prompts(tokenizer, POOL)
-    _, state = prompts.draw(prompts.init(), 3)
-    rollout = random_rollout(np.random.default_rng(0), rows=8, group_size=2)
-    assert prompts.observe(state, unjudged(rollout)) == state
 
   def test_every_epoch_is_a_new_order_of_all(self, tokenizer):
     source = [example(str(i)) for i in range(20)]
@@ -235,6 +208,7 @@ class TestPromptSource:
     settings = {"max_prompt_length": 7, "on_long": "drop"}
     prompts = make_prompts(tokenizer, source, **settings)
     first, state = prompts.draw(prompts.init(), 5)
+    assert prompts.draw(state, 0) == ([], state)
     second, state = prompts.draw(state, 9)
     whole = draw(prompts, 14)
     assert first + second == whole  # Two epochs of the seven short ones.

@@ -13,10 +13,10 @@ from jaxrl_llm.data import rows, sources, tasks
 from jaxrl_llm.errors import InputError
 
 
-def jsonl(path, *lines):
+def jsonl(path, *lines, name="data"):
   raw = [x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines]
-  (path / "data.jsonl").write_bytes(b"\n".join(raw))
-  return path / "data.jsonl"
+  (path / f"{name}.jsonl").write_bytes(b"\n".join(raw))
+  return path / f"{name}.jsonl"
 
 
 def read(path, kind="jsonl", **columns):
@@ -96,8 +96,7 @@ class TestFiles:
 
   def test_several(self, tmp_path):
     for name in "ba":
-      line = json.dumps({"question": name, "answer": "1"})
-      (tmp_path / f"{name}.jsonl").write_text(line)
+      jsonl(tmp_path, GOOD | {"id": None}, name=name)
     both = f"{tmp_path}/b.jsonl,{tmp_path}/a.jsonl"
     assert [x.id for x in read(both)] == ["b-1", "a-1"]
     assert [x.id for x in read(f"{tmp_path}/*.jsonl")] == ["a-1", "b-1"]
@@ -106,18 +105,17 @@ class TestFiles:
 
   def test_the_name_of_a_file_is_no_pattern(self, tmp_path):
     for name in ("a[1]", "a1"):
-      line = json.dumps({"question": name, "answer": "1"})
-      (tmp_path / f"{name}.jsonl").write_text(line)
-    assert [x.question for x in read(tmp_path / "a[1].jsonl")] == ["a[1]"]
+      jsonl(tmp_path, GOOD | {"id": name}, name=name)
+    assert [x.id for x in read(tmp_path / "a[1].jsonl")] == ["a[1]"]
 
   def test_equal_stems_are_told_apart_by_their_folders(self, tmp_path):
     row = {"question": "1+1?", "answer": "2"}
     for name in "ab":
       (tmp_path / name).mkdir()
-    (tmp_path / "a" / "train.jsonl").write_text(json.dumps(row))
+    jsonl(tmp_path / "a", row, name="train")
+    jsonl(tmp_path, row, name="more")
     table = pyarrow.Table.from_pylist([row])
     parquet.write_table(table, tmp_path / "b" / "train.parquet")
-    (tmp_path / "more.jsonl").write_text(json.dumps(row))
     names = "a/train.jsonl", "b/train.parquet", "more.jsonl"
     found = read(",".join(str(tmp_path / name) for name in names))
     assert [x.source for x in found] == ["a_train", "b_train", "more"]

@@ -59,6 +59,14 @@ def with_template(path, template):
   return Tokenizer(byte_level(path, tokenizer_config__json=config))
 
 
+def reference(path):
+  """Returns the library's tokenizer, which recognizes control tokens."""
+  tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+  tokenizer.no_truncation()
+  tokenizer.no_padding()
+  return tokenizer
+
+
 def character(path, **files):
   text = pretraining.character_tokenizer_json(tasks.CHARACTERS)
   files.setdefault("config__json", {"eos_token_id": 1, "pad_token_id": 0})
@@ -173,12 +181,30 @@ class TestBadFiles:
       Tokenizer(path)
     assert "\n" not in str(caught.value)
 
-  def test_missing_directory_and_file(self, tmp_path):
-    self.fails(tmp_path / "none", "tokenizer.json: cannot be read")
+  @pytest.mark.parametrize(
+    ("file", "value", "match"),
+    [
+      *(
+        ("tokenizer", text, "damaged tokenizer")
+        for text in ("", "{}", "nope\nnope", '{"model": 3}')
+      ),
+      *(("config", x, "config.json: ") for x in ("{", "[1]", "[" * 100_000)),
+      ("config", {}, "no end token"),
+      *(
+        ("config", {"eos_token_id": x}, "eos_token_id")  # Of 19 tokens.
+        for x in (19, -1, "1", True, [1, 99], {})
+      ),
+      ("tokenizer_config", {"chat_template": [{"name": "a"}]}, "chat_template"),
+    ],
+  )
+  def test_damaged_content(self, tmp_path, file, value, match):
+    path = character(tmp_path)
+    self.fails(write(path, **{f"{file}__json": value}), match)
 
-  @pytest.mark.parametrize("text", ["", "{}", "nope\nnope", '{"model": 3}'])
-  def test_damaged_tokenizer(self, tmp_path, text):
-    self.fails(write(tmp_path, tokenizer__json=text), "damaged tokenizer")
+  def test_a_file_that_cannot_be_read(self, tmp_path):
+    self.fails(tmp_path / "none", "tokenizer.json: cannot be read")
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
+    self.fails(tmp_path, "cannot be read")
 
   @pytest.mark.parametrize(
     "part",
@@ -211,27 +237,6 @@ class TestBadFiles:
     os.mkfifo(path / name)
     self.fails(path, f"{name}: cannot be read .it is a pipe or a device")
 
-  def test_not_utf8(self, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
-    self.fails(tmp_path, "cannot be read")
-
-  @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000])
-  def test_damaged_config(self, tmp_path, text):
-    self.fails(character(tmp_path, config__json=text), "config.json: ")
-
-  def test_no_end_token(self, tmp_path):
-    self.fails(character(tmp_path, config__json={}), "no end token")
-
-  @pytest.mark.parametrize("value", [19, -1, "1", True, [1, 99], {}])
-  def test_end_token_outside_the_vocabulary(self, tmp_path, value):
-    path = character(tmp_path, config__json={"eos_token_id": value})
-    self.fails(path, "eos_token_id")
-
-  def test_template_of_the_wrong_type(self, tmp_path):
-    config = {"chat_template": [{"name": "a"}]}
-    path = character(tmp_path, tokenizer_config__json=config)
-    self.fails(path, "chat_template")
-
 
 class TestChat:
   def test_equals_the_whole_text_with_control_tokens(self, tmp_path):
@@ -246,10 +251,7 @@ class TestChat:
       "<|im_start|>system\nBe brief.<|im_end|>\n"
       "<|im_start|>user\n2+2? \u00e9<|im_end|>\n<|im_start|>assistant\n"
     )
-    reference = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    reference.no_truncation()
-    reference.no_padding()
-    assert tokens == reference.encode(text).ids
+    assert tokens == reference(tmp_path).encode(text).ids
     assert tokenizer.decode(tokens, skip_special=False) == text
 
   @pytest.mark.parametrize("part", ["added_tokens", "pre_tokenizer"])
@@ -266,11 +268,8 @@ class TestChat:
       changed[part] = {"type": "Metaspace", "replacement": "\u2581", **scheme}
     path.write_text(json.dumps(changed))
     tokens = Tokenizer(tmp_path).apply_chat([{"role": "user", "content": "a"}])
-    reference = tokenizers.Tokenizer.from_file(str(path))
-    reference.no_truncation()
-    reference.no_padding()
     text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    assert tokens == reference.encode(text).ids
+    assert tokens == reference(tmp_path).encode(text).ids
 
   def test_content_cannot_forge_a_turn_through_a_normalizer(self, tmp_path):
     path = byte_level(tmp_path) / "tokenizer.json"

@@ -1,9 +1,9 @@
-"""Rewards that compare responses: majority labels, and a ranking for TRL."""
+"""Rewards that compare the responses to a prompt, such as majority labels."""
 
 import contextlib
 import dataclasses
 import sys
-import textwrap
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -54,34 +54,22 @@ def test_labels_train_and_never_evaluate(model, tmp_path, streaming):
     schedule__streaming=streaming,
     optimizer__policy__mini_batch=16,
   )
-  plain = build.make_run(doors.make_config(model))
-  loop.start(plain, tmp_path, _Rows(first := []), None, 0.0)
+  logger, plain = mock.Mock(), build.make_run(doors.make_config(model))
+  loop.start(plain, tmp_path, logger, None, 0.0)
+  _, first = logger.log.call_args.args
   for row in rows[1:]:
     # Random digits are rarely correct, but one answer is its group's label.
     assert row["reward/true"] < row["reward/accuracy"]
     assert row["reward/mean"] == pytest.approx(2 * row["reward/accuracy"] - 1)
     assert 0 <= row["reward/agrees"] < 1
   evaluated = [name for name in rows[0] if name.startswith("eval/")]
-  assert evaluated and all(rows[0][k] == first[0][k] for k in evaluated)
+  assert evaluated and all(rows[0][k] == first[k] for k in evaluated)
 
 
 def test_pretraining_and_training_share_its_processes(model):
   run = build.make_run(tiny_run.make_config(model, reward__group="majority"))
   shared = run.worker.group_reward
   assert shared is not None and run.pretraining.worker.group_reward is shared
-
-
-class _Rows:
-  """A logger that keeps the rows of metrics."""
-
-  def __init__(self, rows):
-    self._rows = rows
-
-  def log(self, step, row):
-    self._rows.append(row)
-
-  def __getattr__(self, name):
-    return lambda *_: None
 
 
 def test_a_failed_reward_is_still_reported(model):
@@ -128,32 +116,3 @@ def test_one_that_fails_leaves_its_group_unjudged(model, tmp_path):
   assert (responses.rewards[responses.judged] == 1).all() and len(seen) == 4
   assert "KeyError: 'oops' (group_reward_test.py" in told[0]
   assert "return a list with a result for each of the 4 responses" in told[1]
-
-
-RANKING = """
-  def best_of_its_group(prompts, completions, **columns):
-    assert len(completions) == {size} and len(set(prompts)) == 1
-    assert all(len(x) == {size} for x in columns.values())
-    longest = max(map(len, completions))
-    return [float(len(text) == longest) for text in completions]
-"""
-
-
-def test_a_function_of_trl_ranks_a_group(model, tmp_path):
-  file = tmp_path / "own_ranking.py"
-  file.write_text(textwrap.dedent(RANKING.format(size=4)))
-  changes = {
-    "reward__name": "trl",
-    "reward__path": str(file),
-    "reward__function": "best_of_its_group",
-    "reward__workers": 1,
-    "eval__samples": 4,  # Evaluated groups have four, too.
-    "sampler__slots": 16,
-  }
-  rows = doors.train(model, tmp_path / "run", **changes)
-  for row in rows[1:]:
-    assert row["reward/errors"] == 0
-    # At least one of four is best, but not all of them.
-    assert 0.25 <= row["reward/mean"] < 1
-    assert row["reward/mean"] == row["reward/best_of_its_group"]
-  assert np.isfinite(rows[-1]["policy/loss"])

@@ -14,6 +14,7 @@ from helpers.tiny_tppo import record
 
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import providers
 from jaxrl_llm.methods import kept_weights
 from jaxrl_llm.models import TokenLogprobs
 from jaxrl_llm.trainer.workdir import Workdir
@@ -89,7 +90,7 @@ class TestWriterLogprobs:
       def gather(self, scored):
         return scored
 
-    def score(member, batch, trained):
+    def score(state, member, batch, trained):
       asked.append((trained, batch.rows[0]))
       said = np.full((len(batch.rows), 9), -float(trained), np.float32)
       return TokenLogprobs(said, said)
@@ -97,16 +98,14 @@ class TestWriterLogprobs:
     rows = np.arange(len(version))
     old = np.full(version.shape, -0.5, np.float32)
     reader = SimpleNamespace(read=lambda kept, version: version)
-    got = kept_weights.writer_logprobs(
-      SimpleNamespace(
-        learner=SimpleNamespace(companions={"kept": reader}),
-        state=SimpleNamespace(step=5, companions={"kept": None}),
-        rollout=rollout,
-        mini_batches={"policy": [Batch(rows[:6]), Batch(rows[6:])]},
-        policy={"old_logprobs": old},
-        packed=score,
-      )
+    scoring = providers.Scoring(
+      learner=SimpleNamespace(companions={"kept": reader}, score=score),
+      state=SimpleNamespace(step=5, companions={"kept": None}),
+      rollout=rollout,
+      mini_batches={"policy": [Batch(rows[:6]), Batch(rows[6:])]},
     )
+    vars(scoring)["policy"] = {"old_logprobs": old}
+    got = kept_weights.writer_logprobs(scoring)
     new = rollout.mask & (np.arange(9) >= 1)
     np.testing.assert_array_equal(
       got, np.where(new & (version < 5), -version, old)

@@ -7,9 +7,7 @@ import pytest
 from helpers import tiny_run, tiny_update
 from helpers.tiny_algorithm import make_algorithm
 
-from jaxrl_llm import losses
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import parts, update
 from jaxrl_llm.methods import asyppo
 from jaxrl_llm.trainer import validation
 
@@ -64,34 +62,6 @@ def test_a_prompt_trains_one_critic():
   moved = np.abs(np.asarray(gradient["value_logits"])).max(-1) > 0
   np.testing.assert_array_equal(moved[0], np.asarray(second) == 0)
   np.testing.assert_array_equal(moved[1], np.asarray(second) == 1)
-
-
-def test_the_update_of_each_critic_is_that_of_its_half_alone():
-  fns = tiny_update.make_fns("value")
-  both = asyppo.make(fns)
-  params, rows = _make_params(both), _micro()
-  rng = np.random.default_rng(2)
-  draw = lambda: jnp.asarray(rng.normal(size=rows.tokens.shape), jnp.float32)
-  inputs = {"returns": draw(), "weights": jnp.abs(draw()) * rows.mask}
-  second = jnp.asarray(rng.random(rows.tokens.shape) < 0.4, jnp.float32)
-  one = parts.part(losses.clipped_value_loss)
-
-  def gradient(fns, loss, params, inputs):
-    objective = update.value_objective(fns, loss)
-    micro = {"packed": rows, "mask": rows.mask, "inputs": inputs}
-    return jax.jit(jax.grad(lambda p: objective.loss(p, micro)[0]))(params)
-
-  found = gradient(
-    both, asyppo.on_own_half(one), params, inputs | {"second_half": second}
-  )
-  for name, share in (("first", 1 - second), ("second", second)):
-    own = inputs | {"weights": inputs["weights"] * share}
-    expected = gradient(fns, one, params[name], own)
-    jax.tree.map(
-      lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5),
-      found[name],
-      expected,
-    )
 
 
 def test_halves_are_of_prompts():

@@ -48,9 +48,11 @@ class TestGdpo:
       estimator__settings={"parts": {"a": 1.0, "b": 0.5}},
     )
     assert {"part_a", "part_b"} <= made.leaves
+    mask = np.ones((4, 1), bool)
     got = made.parts["advantages"](
       {
-        "mask": np.ones((4, 1), bool),
+        "mask": mask,
+        "trainable": mask,
         "groups": np.zeros(4, int),
         "part_a": np.float32([1, 0, 0, 0]),
         "part_b": np.float32([0, 2, 2, 0]),
@@ -155,13 +157,13 @@ class TestTurns:
   # Two turns of two and three tokens with an observation, and a single turn.
   MASK = np.array([[1, 1, 0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0, 0]], bool)
 
-  def advantages(self, rewards, values, truncated=(False, False), **changes):
+  def advantages(self, rewards, values, truncated=(0, 0), mask=MASK, **changes):
     settings = {"gamma": 1.0, "boundary": "repeat"} | changes
     return turn_gae.make_estimator(settings).fn(
       rewards,
       values,
-      self.MASK,
-      np.array(truncated),
+      mask,
+      np.array(truncated, bool),
       np.float32([0.5, 0.5]),
       np.float32([0.25, 0.25]),
     )
@@ -183,21 +185,14 @@ class TestTurns:
 
   def test_turns_of_one_token_are_gae(self):
     rewards, values = self.inputs()
-    settings = {"gamma": 0.9, "boundary": "repeat"}
-    one = turn_gae.make_estimator(settings).fn(
-      rewards,
-      values,
-      mask := np.tile([True, False], (2, 4)),
-      np.zeros(2, bool),
-      np.float32([0.5, 0.9]),
-      np.zeros(2, np.float32),
-    )
+    mask = np.tile([True, False], (2, 4))
+    one = self.advantages(rewards, values, mask=mask, gamma=0.9)
     other = estimators.gae(
       rewards + np.pad(rewards[:, 1:], ((0, 0), (0, 1))),  # Of both tokens.
       values,
       mask,
       gamma=0.9,
-      lambda_=np.float32([0.5, 0.9]),
+      lambda_=0.5,
     )
     np.testing.assert_allclose(one, other, rtol=1e-6)
 

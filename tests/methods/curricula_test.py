@@ -111,18 +111,15 @@ class TestLaws:
   def test_draws_depend_on_the_state_alone(self, source):
     first, middle = self.walk(source, source.init(), 4)
     assert self.walk(source, source.init(), 4)[0] == first
+    ids = [prompt.group_id for prompts in first for prompt in prompts]
+    assert ids == list(range(20)) and middle.drawn == 20
     # As in a checkpoint in the middle of an epoch.
     copied = jax.tree.map(lambda x: np.asarray(x).copy(), middle)
     copied = dataclasses.replace(copied, drawn=int(copied.drawn))
     assert self.walk(source, copied, 3)[0] == self.walk(source, middle, 3)[0]
 
-  def test_groups_are_unique_and_batches_whole(self, source):
-    drawn, state = self.walk(source, source.init(), 6)
-    ids = [prompt.group_id for prompts in drawn for prompt in prompts]
-    assert ids == list(range(30)) and state.drawn == 30
-
   def test_no_prompt_starves(self, source):
-    drawn, _ = self.walk(source, source.init(), 200)
+    drawn, _ = self.walk(source, source.init(), 100)
     asked = {prompt.example_id for prompts in drawn for prompt in prompts}
     left_out = getattr(source, "_rates", np.zeros(0))
     easy = np.flatnonzero((left_out == 0) | (left_out > 0.75))
@@ -138,13 +135,7 @@ class TestLaws:
     failed = answers(source, prompts, right=2, judged=False)
     for responses in (failed, given_up):
       after = source.observe(state, responses)
-      belief = lambda x: {k: v for k, v in x.items() if k != "counts"}
-      if source.__class__ is not dps.Dps:
-        jax.tree.map(np.testing.assert_array_equal, after, state)
-      else:
-        jax.tree.map(
-          np.testing.assert_array_equal, belief(after), belief(state)
-        )
+      jax.tree.map(np.testing.assert_array_equal, after, state)
 
 
 def test_an_endless_source_gets_a_pool(model):
@@ -285,44 +276,29 @@ class TestGdro:
   """Tests of weights by square roots of variances."""
 
   def test_by_hand(self):
+    # In proportion, they are 2.81, 6.28, 8.88 and 14.04.
     deviations = np.sqrt([0.01, 0.05, 0.1, 0.25])
-    wanted = 32 * deviations / deviations.sum()
-    np.testing.assert_allclose(
-      wanted, [2.8074, 6.2776, 8.8779, 14.0371], atol=1e-4
-    )
     given = gdro.apportion(deviations, 32, fewest=2, most=32)
     assert given.tolist() == [3, 6, 9, 14]
-    variances = np.array([0.01, 0.05, 0.1, 0.25])
-    assert np.mean(variances / given) == pytest.approx(0.010159, abs=5e-6)
+    bounded = gdro.apportion(np.array([1e-6, 1.0, 1.0]), 15, fewest=2, most=6)
+    assert bounded.tolist() == [3, 6, 6]
 
   def test_variances_and_tries_by_hand(self, model):
     source = make("gdro", model, {"group_size": 6})
     prompts, state = source.draw(source.init(), 2)
     after = source.observe(state, answers(source, prompts, right=1))
-    # Halfway from 1/4 to 1/6 · 5/6, in the bin of the rate before, 1/2.
-    expected = np.where(np.arange(10) == 5, 0.1944, 0.25)
+    # Halfway from 1/4 to 6/5 · 1/6 · 5/6, in the bin of the rate before, 1/2.
+    expected = np.where(np.arange(10) == 5, 0.2083, 0.25)
     np.testing.assert_allclose(after.variance, expected, atol=1e-4)
+    single = [dataclasses.replace(prompt, tries=1) for prompt in prompts]
+    after = source.observe(state, answers(source, single, right=1))
+    np.testing.assert_array_equal(after.variance, state.variance)
     rate = np.where(np.arange(POOL) % 2, 0.5, 0.05).astype(np.float32)
     variance = np.where(np.arange(10) == 5, 1 / 4, 1 / 36)
     prompts, _ = source.draw(state.replace(rate=rate, variance=variance), POOL)
     # Standard deviations of 1/2 and 1/6.
     tries = {prompt.example_id: prompt.tries for prompt in prompts}
     assert tries == {i: 9 if i % 2 else 3 for i in range(POOL)}
-
-  def test_a_step_has_a_fixed_number_of_tries(self, model):
-    source = make("gdro", model, {"group_size": 8})
-    state = source.init()
-    for _ in range(8):
-      prompts, state = source.draw(state, 5)
-      tries = [prompt.tries for prompt in prompts]
-      assert sum(tries) == 40 and min(tries) >= 2 and max(tries) <= 32
-      # Easy for the first, maximal variance for the others.
-      ended = [
-        answers(source, [prompt], 8 if prompt.example_id < 6 else 4)
-        for prompt in prompts
-      ]
-      state = source.observe(state, join_rows(ended))
-    assert len(set(tries)) > 1
 
 
 class TestSgpo:

@@ -34,6 +34,14 @@ def make_run(model, teachers, **changes):
   return build.make_run(config)
 
 
+def measured(run):
+  """Returns states and responses of the first step, and its scored batch."""
+  states, responses = recipes.collect(run)
+  rng = np.random.default_rng(0)
+  batch = run.learner.measure(states.learner, "policy", responses, rng)
+  return states, responses, batch
+
+
 def of_columns(folder, model, columns):
   """Returns settings for questions with the given columns."""
   file = folder / "questions.jsonl"
@@ -74,9 +82,7 @@ class TestAdvantages:
 
   def test_the_policy_itself_teaches_nothing(self, model):
     run = make_run(model, model)
-    states, responses = recipes.collect(run)
-    rng = np.random.default_rng(0)
-    batch = run.learner.measure(states.learner, "policy", responses, rng)
+    states, responses, batch = measured(run)
     assert batch.experience["policy_mask"].any()
     np.testing.assert_array_equal(batch.experience["advantages"], 0.0)
     before = jax.device_get(states.learner.policy.trained)
@@ -96,9 +102,7 @@ class TestAdvantages:
     models.save(str(tmp_path), fns, theirs, tokenizer_from=str(model))
     rows = {"data__group_size": 4, "optimizer__max_tokens_per_row": 64}
     run = make_run(model, tmp_path, **rows)
-    states, responses = recipes.collect(run)
-    rng = np.random.default_rng(0)
-    batch = run.learner.measure(states.learner, "policy", responses, rng)
+    states, responses, batch = measured(run)
     other = recipes.logprobs(fns, theirs, responses.rollout)
     expected = other - batch.scores["old_logprobs"]
     np.testing.assert_allclose(
@@ -111,9 +115,7 @@ class TestAdvantages:
     columns = [{"teacher": i % 2} for i in range(8)]
     settings = of_columns(tmp_path, model, columns)
     run = make_run(model, f"{model},{teacher}", **settings)
-    states, responses = recipes.collect(run)
-    rng = np.random.default_rng(0)
-    batch = run.learner.measure(states.learner, "policy", responses, rng)
+    states, responses, batch = measured(run)
     rollout, mask = responses.rollout, responses.rollout.mask
     second = rollout.example_id % 2 == 1
     advantages = batch.experience["advantages"]

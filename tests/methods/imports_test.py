@@ -6,34 +6,16 @@ import sys
 
 import pytest
 
-from jaxrl_llm import losses, methods, register, rewards
+from jaxrl_llm import losses, methods, models, register, rewards
 from jaxrl_llm.data import prompt_source, replay
 from jaxrl_llm.learner import choices, providers
-from jaxrl_llm.models import VALUE_HEADS
+from jaxrl_llm.system import plugin
 
 _TABLES = {
-  "estimator": choices.ESTIMATORS,
-  "loss": choices.POLICY_LOSSES,
-  "prompt_source": prompt_source.PROMPT_SOURCES,
-  "proximal": choices.PROXIMAL_LOSSES,
-  "kl": choices.KL_ESTIMATES,
-  "lambda_rule": choices.LAMBDA_RULES,
-  "mask": choices.MASKS,
-  "ensemble": choices.ENSEMBLES,
-  "step_scale": choices.STEP_SCALES,
-  "companion": choices.COMPANIONS,
-  "frozen": choices.FROZEN,
-  "leaf": providers.PROVIDERS,
-  "group_reward": rewards.GROUP_REWARDS,
-  "logits_processor": choices.LOGITS_PROCESSORS,
-  "value_mask": choices.VALUE_MASKS,
-  "value_head": VALUE_HEADS,
-  "view": choices.VIEWS,
-  "value_loss": choices.VALUE_LOSSES,
-  "pruning": choices.PRUNINGS,
-  "feed": replay.FEEDS,
-  "replay": replay.REPLAYS,
-  "search": choices.SEARCHES,
+  table.kind: table
+  for module in (choices, models, prompt_source, providers, replay, rewards)
+  for table in vars(module).values()
+  if isinstance(table, plugin.Table)
 }
 _PROGRAM = """
 import runpy, sys

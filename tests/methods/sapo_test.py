@@ -4,13 +4,11 @@ import functools
 import json
 import shutil
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import doors, programs, registries, tiny_run
 
-from jaxrl_llm import estimators, losses, metrics, register
+from jaxrl_llm import metrics, register
 from jaxrl_llm.data.replay import KEEP
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.methods import f_tis
@@ -34,39 +32,6 @@ def test_negative_advantages_far_from_the_policy_are_masked():
   assert masked(behavior, old, (1, 1)) == [True, True]
   assert masked(behavior, old, (-1, -1), bound=3.2) == [True, True]
   assert masked(behavior, old, (-1, -1), other=False) == [True, True]
-
-
-@pytest.mark.parametrize(("high", "exact"), [(100.0, True), (1.5, False)])
-def test_the_weighted_gradient_is_that_of_the_policy(high, exact):
-  """Case: three-armed bandit with pairs drawn by another policy."""
-  logits, other = jnp.array([0.3, -0.5, 0.1]), jnp.array([-1.0, 0.8, 0.4])
-  rewards = jnp.array([1.0, 0.0, 2.0])
-  true = jax.grad(lambda x: jax.nn.softmax(x) @ rewards)(logits)
-  old, behavior = jax.nn.log_softmax(logits), jax.nn.log_softmax(other)
-
-  def loss(logits, arms):
-    """Computes the loss of two responses as a learner does."""
-    advantages = estimators.group_relative(
-      rewards[arms],
-      np.zeros(2, int),
-      num_groups=1,
-      center="leave_one_out",
-      scale="none",
-      epsilon=0.0,
-    )
-    given = old[arms][:, None], behavior[arms][:, None], np.ones((2, 1), bool)
-    found = losses.truncated_importance(*given, level="sequence", high=high)
-    now = jax.nn.log_softmax(logits)[arms]
-    surrogate = losses.clipped_policy_loss(
-      now, old[arms], advantages, clip_low=0.2, clip_high=0.2
-    )
-    return (found.weights[:, 0] * surrogate.loss).mean()
-
-  total = jnp.zeros(3)
-  for pair in np.ndindex(3, 3):
-    arms = np.asarray(pair)
-    total -= jnp.exp(behavior[arms].sum()) * jax.grad(loss)(logits, arms)
-  assert bool(jnp.allclose(total, true, atol=1e-6)) == exact
 
 
 @pytest.fixture

@@ -50,21 +50,24 @@ def make_source(tokenizer, fields, template="chat", columns=None, **settings):
 
 
 def shown(tokenizer, prompt):
-  """Returns texts of the prompt, the response, and its trained tokens."""
+  """Returns texts of the prompt, the response, and its trained tokens.
+
+  In them, `|` is the end token.
+  """
   trained = np.asarray(prompt.demonstrated)
   opening = np.asarray(prompt.opening)
-  of = lambda tokens: tokenizer.decode(tokens, skip_special=False)
+  decode = lambda tokens: tokenizer.decode(tokens, skip_special=False)
+  of = lambda tokens: decode(tokens).replace(decode([tokenizer.eos_id]), "|")
   return of(prompt.tokens), of(opening), of(opening[trained])
 
 
 class TestTokens:
   def test_every_turn_of_the_assistant(self, tokenizer):
     prompt = make_source(tokenizer, {"messages": TALK}).prompt(0, 0)
-    end = tokenizer.decode([tokenizer.eos_id], skip_special=False)
     asked, said, trained = shown(tokenizer, prompt)
-    assert asked == f"system: Add.{end}\nuser: 2+2?{end}\nassistant: "
-    assert trained == f"4{end}It is 5.{end}"
-    assert said == f"4{end}\nuser: and 1?{end}\nassistant: It is 5.{end}"
+    assert asked == "system: Add.|\nuser: 2+2?|\nassistant: "
+    assert trained == "4|It is 5.|"
+    assert said == "4|\nuser: and 1?|\nassistant: It is 5.|"
     # As the template formats the entire conversation.
     whole = tokenizer.apply_chat(TALK, {"add_generation_prompt": False})
     length = len(prompt.tokens) + len(prompt.opening)
@@ -83,16 +86,14 @@ class TestTokens:
   )
   def test_layouts_of_one_answer(self, tokenizer, fields):
     prompt = make_source(tokenizer, fields).prompt(0, 0)
-    end = tokenizer.decode([tokenizer.eos_id], skip_special=False)
     asked, said, trained = shown(tokenizer, prompt)
-    assert asked == f"user: 2+2?{end}\nassistant: "
-    assert said == trained == f"4{end}"
+    assert asked == "user: 2+2?|\nassistant: "
+    assert said == trained == "4|"
 
   def test_an_answer_in_the_prompt_is_not_trained(self, tokenizer):
     fields = {"prompt": [ASKED, SAID, MORE], "completion": [LAST]}
     prompt = make_source(tokenizer, fields).prompt(0, 0)
-    end = tokenizer.decode([tokenizer.eos_id], skip_special=False)
-    assert shown(tokenizer, prompt)[1:] == (f"It is 5.{end}",) * 2
+    assert shown(tokenizer, prompt)[1:] == ("It is 5.|",) * 2
     assert prompt.messages == [ASKED, SAID, MORE]
 
   def test_text_after_text(self, tokenizer):

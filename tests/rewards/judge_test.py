@@ -18,16 +18,15 @@ class TestJudge:
     for question, answer in zip(("1+0?", "0+1?", "1+1?", "1+1?"), "1122")
   ]
 
-  def judge(self, reward=rewards.chain_sum, status=(Status.FINISHED,) * 4):
-    judge = Judge(
-      texts.decode, rewards.RewardPool(reward), correct=2.0, incorrect=-3.0
-    )
-    rollout = texts.write(self.TEXTS, status)
-    judged = judge(rollout, self.PROBLEMS)
-    return rollout, judged.responses, judged
+  ROLLOUT = texts.write(TEXTS, [Status.FINISHED] * 4)
+
+  def judge(self, reward=rewards.chain_sum, **settings):
+    return Judge(texts.decode, rewards.RewardPool(reward), **settings)
 
   def test_every_row_is_held_against_its_own_problem(self):
-    rollout, responses, judged = self.judge()
+    rollout, judge = self.ROLLOUT, self.judge(correct=2.0, incorrect=-3.0)
+    judged = judge(rollout, self.PROBLEMS)
+    responses = judged.responses
     assert judged.texts == self.TEXTS
     assert responses.rollout is rollout
     np.testing.assert_array_equal(responses.correct, [True, False, False, True])
@@ -36,24 +35,15 @@ class TestJudge:
     assert responses.correct.dtype == responses.judged.dtype == bool
     assert responses.judged.all() and judged.prompts is self.PROBLEMS
 
-  def test_only_a_finished_response_can_be_right(self):
-    status = [Status.OVERLONG, Status.OVERLONG, Status.OVERLONG]
-    _, responses, _ = self.judge(status=[*status, Status.FINISHED])
-    np.testing.assert_array_equal(
-      responses.correct, [False, False, False, True]
-    )
-
   def test_a_failure_is_told_once_of_its_kind(self):
     def failing(response, answer):
       if answer == "1":
         raise KeyError(response)
       return float(response)
 
-    judge = Judge(texts.decode, rewards.RewardPool(failing), name="mine")
-    told = []
+    judge, told = self.judge(failing, name="mine"), []
     judge.tell = told.append
-    rollout = texts.write(self.TEXTS, [Status.FINISHED] * 4)
-    judged = judge(rollout, self.PROBLEMS)
+    judged = judge(self.ROLLOUT, self.PROBLEMS)
     assert (
       list(judged.new_failures) == [0, 2] and not judged.responses.judged.any()
     )
@@ -61,7 +51,7 @@ class TestJudge:
     assert re.fullmatch(f"reward mine: KeyError: '#1.'{place}", told[0])
     assert re.fullmatch(f"reward mine: ValueError: .*'#12.'{place}", told[1])
     assert judge.failure == told[1]
-    again = judge(rollout, self.PROBLEMS)
+    again = judge(self.ROLLOUT, self.PROBLEMS)
     assert list(again.new_failures) == [] and len(told) == 2
 
   def test_numbers_are_rewards_and_parts_are_kept(self):
@@ -75,8 +65,7 @@ class TestJudge:
       for problem, level in zip(self.PROBLEMS, (0, 0.2, 0.1, 0.5))
     ]
     judge = Judge(texts.decode, pool, correct=2.0, incorrect=-3.0)
-    rollout = texts.write(self.TEXTS, [Status.FINISHED] * 4)
-    responses = judge(rollout, problems).responses
+    responses = judge(self.ROLLOUT, problems).responses
     np.testing.assert_allclose(responses.rewards, [0, 0.6, -0.2, 0], atol=1e-6)
     # Correctness does not depend on the other component.
     np.testing.assert_array_equal(responses.correct, [False, True, False, True])
@@ -90,11 +79,25 @@ class TestJudge:
       seen.append((prompt, tokens, finished, source, id, columns, x))
       return True
 
-    judge = Judge(texts.decode, rewards.RewardPool(reading))
+    judge = self.judge(reading)
     problem = dataclasses.replace(self.PROBLEMS[0], columns={"x": 4})
     judge(texts.write(["#1."], [Status.OVERLONG]), [problem])
     text = [ord(c) for c in "#1."]
     assert seen == [("1+0?", text, False, "book", "book-7", {"x": 4}, 4)]
+
+  def test_a_batched_reward_reads_groups(self):
+    seen = []
+
+    def comparing(response):
+      seen.append(response)
+      return [float(len(text) == max(map(len, response))) for text in response]
+
+    comparing.batched = True
+    # The first and the third response are to the same prompt.
+    rollout = self.ROLLOUT.replace(group_id=np.int32([7, 8, 7, 8]))
+    responses = self.judge(comparing)(rollout, self.PROBLEMS).responses
+    assert seen == [["#1.", "#12."], ["#2.", "#2."]]
+    np.testing.assert_array_equal(responses.rewards, [0, 1, 1, 1])
 
   def test_an_environment_has_no_part_in_the_text_that_is_judged(self):
     seen = []
@@ -103,7 +106,7 @@ class TestJudge:
       seen.append((response, texts.decode(tokens)))
       return rewards.numeric(response, answer, finished=True)
 
-    judge = Judge(texts.decode, rewards.RewardPool(reading))
+    judge = self.judge(reading)
     # Two turns of the model, between which the environment says 42.
     rollout = texts.write(["a=42b", "a=42"], [Status.FINISHED] * 2)
     rollout.mask[:, 2:4] = False
@@ -113,20 +116,14 @@ class TestJudge:
     assert judged.texts == ["a=42b", "a=42"]  # For people.
 
   def test_a_fault_of_the_environment_leaves_no_verdict(self):
-    judge = Judge(
-      texts.decode, rewards.RewardPool(rewards.chain_sum), name="mine"
-    )
-    told = []
+    judge, told = self.judge(name="mine"), []
     judge.tell = told.append
-    rollout = texts.write(self.TEXTS, [Status.FINISHED] * 4)
     talks = {"3": '{"turns": 2, "rewards": {}, "failed": "timeout"}'}
-    judged = judge(rollout, self.PROBLEMS, talks)
+    judged = judge(self.ROLLOUT, self.PROBLEMS, talks)
     np.testing.assert_array_equal(judged.responses.judged, [1, 1, 1, 0])
     assert judged.responses.correct.tolist() == [True, False, False, False]
     assert told == ["reward mine: environment: timeout on book-7"]
 
   def test_rewards_are_one_and_nothing_unless_asked(self):
-    judge = Judge(texts.decode, rewards.RewardPool(rewards.chain_sum))
-    rollout = texts.write(self.TEXTS, [Status.FINISHED] * 4)
-    responses = judge(rollout, self.PROBLEMS).responses
+    responses = self.judge()(self.ROLLOUT, self.PROBLEMS).responses
     np.testing.assert_array_equal(responses.rewards, [1.0, 0.0, 0.0, 1.0])
