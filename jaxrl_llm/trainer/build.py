@@ -256,7 +256,8 @@ def _make_frozen(
       tokenizer.check_same(Tokenizer(path))
       model_config = hf.read_config(path)
       data.check_context(config, model_config, tokenizer)
-      fns = _make_policy_fns(config, model_config, both)
+      # A capacity is for training: a score must not depend on other tokens.
+      fns = _make_policy_fns(config, model_config, both, expert_capacity=0)
       read_params = functools.partial(
         read_policy_params, path, model_config=model_config
       )
