@@ -148,7 +148,7 @@ class Weights:
   def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiplies rows [N, in] sorted by expert, with `sizes` [E] rows each."""
     x, kernel = self.numerics.operands(x, self.kernel, self.scale)
-    return grouped_matmul(x, kernel, sizes, x.dtype)
+    return grouped_matmul(x, kernel, sizes)
 
   def batched(self, x: jax.Array) -> jax.Array:
     """Multiplies the same number of rows for each expert, [E, n, in]."""
@@ -259,7 +259,7 @@ def _dispatch(experts, tokens, shape, routing: Routing, kind: ExpertsKind):
     return _local(experts, *tokens, (), routing.capacity, kind)
   mesh, axes = sharding.mesh, expert_axes(sharding.mesh)
   # Devices that hold the same tokens in attention take a part of them each.
-  *leading, last = (_names(axis) for axis in sharding.spec)
+  *leading, last = (tuple(jax.tree.leaves(axes)) for axes in sharding.spec)
   split = (*leading, (*last, "tensor"))
   if len(split) == 2:
     tokens = [x.reshape(*shape, *x.shape[1:]) for x in tokens]
@@ -288,10 +288,6 @@ def _dispatch(experts, tokens, shape, routing: Routing, kind: ExpertsKind):
     check_vma=False,  # Pallas kernels do not declare it.
   )(experts, *tokens)
   return jax.tree.map(lambda x: x[tuple(map(slice, sizes))], found)
-
-
-def _names(axis) -> tuple[str, ...]:
-  return axis if isinstance(axis, tuple) else (axis,) if axis else ()
 
 
 def _local(experts, x, chosen, weights, valid, axes, capacity, kind):
