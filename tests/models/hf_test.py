@@ -86,18 +86,8 @@ class TestRoundTrip:
     assert (tmp_path / INDEX).exists() == (limit == 700)
     assert hf.read_config(tmp_path) == config
     assert_same(hf.read_params(tmp_path, config, dtype=dtype), params)
-
-  def test_casts_to_what_is_asked_for(self, tmp_path):
-    config = CONFIGS["qwen3"]
-    half = random_params(config, jnp.bfloat16)
-    hf.write_params(tmp_path, config, half)
-    assert_same(hf.read_params(tmp_path, config, dtype="bfloat16"), half)
-    assert_same(
-      hf.read_params(tmp_path, config, dtype=jnp.float32),
-      jax.tree.map(lambda x: x.astype(jnp.float32), half),
-    )
     values = json.loads((tmp_path / "config.json").read_text())
-    assert values["torch_dtype"] == "bfloat16"
+    assert values["torch_dtype"] == np.dtype(dtype).name
 
   @pytest.mark.parametrize("name", ["llama biases", "qwen3"])
   def test_each_device_reads_its_part(self, tmp_path, monkeypatch, name):
@@ -126,28 +116,8 @@ class TestRoundTrip:
       if x.ndim > 1
     )
 
-  def test_sharded_arrays_are_written(self, tmp_path):
-    config = CONFIGS["qwen2"]
-    params = random_params(config)
-    mesh = jax.make_mesh(
-      (2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
-    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
-    split = dict(params, layers=jax.device_put(params["layers"], spec))
-    hf.write_params(tmp_path, config, split)
-    assert_same(hf.read_params(tmp_path, config, dtype=np.float32), params)
-
 
 class TestWrite:
-  def test_files_of_the_reference_reader(self, model):
-    params = random_params(CONFIGS["llama"])
-    tensors = safetensors.numpy.load_file(model / SINGLE)
-    np.testing.assert_array_equal(
-      tensors["model.layers.1.mlp.down_proj.weight"],
-      params["layers"]["mlp"]["down"]["kernel"][1].T,
-    )
-    assert len(tensors) == 3 + 2 * 9
-
   def test_weights_may_be_read_by_who_may_read_the_rest(self, sharded):
     config = sharded / "config.json"
     for file in sharded.iterdir():
