@@ -82,14 +82,6 @@ def _chunked(tied, hidden, targets, mask):
   return _value_and_grad(*arguments, function=function)
 
 
-def _assert_close(got, expected):
-  jax.tree.map(
-    lambda g, e: np.testing.assert_allclose(g, e, rtol=2e-5, atol=2e-6),
-    got,
-    expected,
-  )
-
-
 class TestChunkedLogprobs:
   # Chunks that do not divide the 11 positions, and one that contains all.
   @pytest.mark.parametrize(
@@ -101,7 +93,7 @@ class TestChunkedLogprobs:
   ):
     mask = MASKS[mask]
     got, expected = _both(tied, chunk, mask)
-    _assert_close(got, expected)
+    chex.assert_trees_all_close(got, expected, rtol=2e-5, atol=2e-6)
     outputs, (d_hidden, _) = got
     for x in (*outputs, d_hidden):
       assert not np.any(np.asarray(x)[~mask])

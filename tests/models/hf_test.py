@@ -1,9 +1,11 @@
 """Model directories: exact round trips, and one-line errors for damage."""
 
+import functools
 import json
 import os
 import struct
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -52,11 +54,7 @@ def random_params(config, dtype=np.float32, seed=0):
   )
 
 
-def assert_same(found, wanted):
-  assert jax.tree.structure(found) == jax.tree.structure(wanted)
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
-    assert a.dtype == b.dtype
-    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+assert_same = functools.partial(chex.assert_trees_all_equal, strict=True)
 
 
 @pytest.fixture
