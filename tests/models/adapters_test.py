@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +91,23 @@ def test_trainer_and_sampler_compute_the_merged_model(base_dtype):
     fns, sync.parity_tokens(67, rows=2, length=10), tolerance=1e-5, page_size=4
   )
   assert check(params, transfer.send(params, 0)) <= 1e-5
+
+
+def test_gradients_are_those_of_the_merged_model():
+  fns, params = make()
+  base, trained = models.partition(widened(params), ())
+
+  def gradients(fns, prepare):
+    def loss(trained):
+      params = models.merge(models.Params(base, trained))
+      return jnp.mean(fns.logprobs(prepare(params), rows())[0].logprobs)
+
+    return jax.jit(jax.grad(loss))(trained)
+
+  own, (plain_fns, _) = fns.config.adapters, tiny.tiny_policy()
+  found, expected = gradients(fns, dict), gradients(plain_fns, own.merge)
+  chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
+  assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(expected))
 
 
 def test_only_targets_have_adapters():
