@@ -259,7 +259,7 @@ def _dispatch(experts, tokens, shape, routing: Routing, kind: ExpertsKind):
     return _local(experts, *tokens, (), routing.capacity, kind)
   mesh, axes = sharding.mesh, expert_axes(sharding.mesh)
   # Devices that hold the same tokens in attention take a part of them each.
-  *leading, last = (tuple(jax.tree.leaves(axes)) for axes in sharding.spec)
+  *leading, last = (tuple(jax.tree.leaves(x)) for x in sharding.spec)
   split = (*leading, (*last, "tensor"))
   if len(split) == 2:
     tokens = [x.reshape(*shape, *x.shape[1:]) for x in tokens]
@@ -332,15 +332,14 @@ def _dropless(experts, x, chosen, axes, kind):
   sizes = jnp.bincount(chosen.reshape(-1), length=here + 1)[:here]
   # A token has at most k different experts on a device.
   rows = len(x) * min(kind.per_token, here)
-  grouped = functools.partial(functools.partial, sizes=sizes)
-  products = {name: grouped(w.grouped) for name, w in experts.items()}
   taken, slot = x[order[:rows] // kind.per_token], jnp.argsort(order)
   if axes:
     # Products of rows after the last group are undefined.
     mine = jnp.arange(rows)[:, None] < jnp.sum(sizes)
     taken = jnp.where(mine, taken, 0)
     slot = jnp.where(slot < jnp.sum(sizes), slot, rows)
-  return slot.reshape(chosen.shape), _mlp(products, taken)
+  multiply = lambda name, x: experts[name].grouped(x, sizes)
+  return slot.reshape(chosen.shape), _mlp(multiply, taken)
 
 
 def _limited(experts, x, chosen, valid, axes, limit, kind):
@@ -360,7 +359,7 @@ def _limited(experts, x, chosen, valid, axes, limit, kind):
   swap = functools.partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
   if axes:
     rows = swap(rows, split_axis=0, concat_axis=1)
-  out = _mlp({name: w.batched for name, w in experts.items()}, rows)
+  out = _mlp(lambda name, x: experts[name].batched(x), rows)
   if axes:
     out = swap(out, split_axis=1, concat_axis=0)
   kept = (rank < limit) & (ids < kind.num_experts)
@@ -368,9 +367,10 @@ def _limited(experts, x, chosen, valid, axes, limit, kind):
   return slot.reshape(chosen.shape), out.reshape(-1, x.shape[1])
 
 
-def _mlp(products, rows):
-  gate = jax.nn.silu(products["gate"](rows))
-  return products["down"](gate * products["up"](rows))
+def _mlp(multiply, rows):
+  """Applies an MLP, whose products are `multiply(name, rows)`."""
+  gate = jax.nn.silu(multiply("gate", rows))
+  return multiply("down", gate * multiply("up", rows))
 
 
 def _combined(out, slot, weights):
