@@ -145,7 +145,7 @@ class TestCopies:
   def test_a_flipped_bit_is_found_with_its_device(self):
     rng = np.random.default_rng(0)
     mesh = jax.make_mesh((4, 2), ("a", "b"))
-    for i in range(100):
+    for i in range(20):
       tree = {
         "whole": self.leaf(rng, mesh, ()),
         "half": self.leaf(rng, mesh, ("b",)),

@@ -76,7 +76,7 @@ def _experts():
   place = jax.sharding.SingleDeviceSharding(topology.devices_of("h100:1")[0])
 
   def run(x, kernel, sizes, g):
-    multiply = lambda x, kernel: grouped_matmul(x, kernel, sizes, x.dtype)
+    multiply = lambda x, kernel: grouped_matmul(x, kernel, sizes)
     out, pull = jax.vjp(multiply, x, kernel)
     return out, pull(g)
 

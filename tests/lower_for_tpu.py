@@ -12,12 +12,13 @@ import jax
 from helpers import configs
 from jax.experimental import topologies
 
-from jaxrl_llm import models, sharding
+from jaxrl_llm import sharding
 from jaxrl_llm.learner import build_algorithm
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.learner.members import make_member, policy_training
 from jaxrl_llm.learner.state import LearnerSettings
+from jaxrl_llm.models.shapes import MODELS
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.simulate import hlo
 from jaxrl_llm.trainer import build
@@ -26,33 +27,17 @@ from jaxrl_llm.trainer.meshes import Meshes
 TOPOLOGY = "v5e:2x4"
 SLOTS = 64
 # The heads of Qwen2.5-7B; all other sizes are reduced.
-MODEL = models.ModelConfig(
-  family="qwen2",
+MODEL = dataclasses.replace(
+  MODELS["qwen2.5-7b"],
   vocab_size=2048,
   hidden_size=512,
   intermediate_size=1024,
   num_layers=2,
-  num_heads=28,
-  num_kv_heads=4,
-  head_dim=128,
   max_position_embeddings=4096,
-  rms_norm_eps=1e-6,
-  rope_theta=1e6,
-  attention_bias=True,
-  tie_word_embeddings=False,
 )
-# 4 of the 64 layers of Qwen2.5-32B, as in the preset of that name: all layers
-# compile to the same code, so more layers would only take longer.
-LARGE = dataclasses.replace(
-  MODEL,
-  vocab_size=152_064,
-  hidden_size=5120,
-  intermediate_size=27_648,
-  num_layers=4,
-  num_heads=40,
-  num_kv_heads=8,
-  max_position_embeddings=32_768,
-)
+# 4 of the 64 layers: all compile to the same code, so more would only take
+# longer.
+LARGE = dataclasses.replace(MODELS["qwen2.5-32b"], num_layers=4)
 # Collectives that send pages of 128 positions between devices.
 _GATHERED = re.compile(r"128,[48],128\]\S* all-(?:gather|to-all)")
 

@@ -113,25 +113,18 @@ class TestExplainedVariance:
     assert masked.explained_variance(values, returns, mask) == 0.0
 
 
-_MODES = [
-  ("token-mean", None),
-  ("seq-mean-token-mean", None),
-  ("seq-mean-token-sum", None),
-  ("seq-mean-token-sum-norm", 8),
-  ("dr-grpo", 8),
+_GOLDEN = [
+  ("token-mean", None, -0.125),
+  ("seq-mean-token-mean", None, 0.25),
+  ("seq-mean-token-sum", None, -0.5),
+  ("seq-mean-token-sum-norm", 8, -0.125),
+  ("dr-grpo", 8, -0.0625),
 ]
+_MODES = [row[:2] for row in _GOLDEN]
 
 
 class TestTokenWeights:
-  @pytest.mark.parametrize(
-    "mode, norm, expected",
-    [
-      (mode, norm, value)
-      for (mode, norm), value in zip(
-        _MODES, [-0.125, 0.25, -0.5, -0.125, -0.0625]
-      )
-    ],
-  )
+  @pytest.mark.parametrize("mode, norm, expected", _GOLDEN)
   def test_golden(self, mode, norm, expected):
     mask = np.arange(6) < np.array([[2], [6]])
     loss = np.where(mask, np.array([[1.0], [-0.5]]), 0.0)

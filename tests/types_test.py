@@ -17,15 +17,6 @@ def make(group_ids, seed=0, **changes):
   return types.unjudged(rollout.replace(group_id=ids, **changes))
 
 
-class TestUnjudged:
-  def test_has_no_verdict(self):
-    responses = make([0, 0, 1])
-    for name in ("rewards", "correct"):
-      assert not responses[name].any()
-    assert responses.judged.all()
-    assert responses.rewards.dtype == np.float32
-
-
 class TestEnded:
   def test_all_but_the_truncated(self):
     status = [Status.FINISHED, Status.TRUNCATED, Status.OVERLONG]
@@ -59,11 +50,6 @@ class TestJoinRows:
     assert joined.rollout.group_id.tolist() == [8, 8, 3, 3, 9, 8]
     # Numbered by first appearance, as estimators and packing require.
     assert joined.rollout.group.tolist() == [0, 0, 1, 1, 2, 0]
-
-  def test_two_draws_of_a_prompt_are_two_groups(self):
-    examples = np.asarray([4, 4, 4], np.int32)
-    joined = types.join_rows([make([8, 8, 3], example_id=examples)])
-    assert joined.rollout.group.tolist() == [0, 0, 1]
 
   def test_rollouts_too(self):
     parts = [make([8]).rollout, make([3, 8], seed=1).rollout]

@@ -52,13 +52,18 @@ class Adapters:
     """Whether the kernels of layers are stored as codes with scales."""
     return self.base_dtype in numerics.FORMATS
 
+  def targets_layer(self, path: str) -> bool:
+    """Returns whether a linear layer, such as 'attention/q', is targeted.
+
+    'mlp' means gate, up and down; a router has to be targeted by name.
+    """
+    known = path.removeprefix("mlp/") if path.endswith("router") else path
+    return any(target in known for target in self.targets)
+
   def attach(self, layer: nnx.Module, rngs: nnx.Rngs) -> None:
     """Attaches adapters to the targeted linear layers of a layer."""
     for path, module in list(nnx.iter_modules(layer)):
-      name = "/".join(map(str, path))
-      # 'mlp' means gate, up and down; a router has to be targeted by name.
-      known = name.removeprefix("mlp/") if name.endswith("router") else name
-      targeted = any(target in known for target in self.targets)
+      targeted = self.targets_layer("/".join(map(str, path)))
       if self.quantised and hasattr(module, "attach_scale"):
         module.attach_scale()
       if targeted and hasattr(module, "attach_adapter"):

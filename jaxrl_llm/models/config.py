@@ -6,13 +6,13 @@ others are ignored. Keys that would change the computation in an unsupported way
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import located
 from jaxrl_llm.models import families, rope
 from jaxrl_llm.models.adapters import Adapters
-from jaxrl_llm.models.rope import RopeScaling, range_problem, show
+from jaxrl_llm.models.rope import RopeScaling, check_range, show
 
 # Field -> smallest and largest accepted value. The upper bounds are far beyond
 # any real model; they keep a damaged file from requesting terabytes.
@@ -60,12 +60,34 @@ class ModelConfig:
   adapters: Adapters | None = None  # Not part of config.json.
 
   def __post_init__(self):
-    for field, problem in _problems(vars(self)):
-      raise ValueError(f"ModelConfig.{field} {problem}")
+    rules, extra = families.get(self.family), dict(self.extra)
+    for field, bounds in _RANGES.items():
+      check_range(_HF_KEYS.get(field, field), getattr(self, field), *bounds)
+    for field in _BOOLEANS:
+      if type(value := getattr(self, field)) is not bool:
+        raise ValueError(
+          f"{field} must be true or false, got {show(value)}; correct it"
+        )
+      if value is not rules.fixed.get(field, value):
+        raise ValueError(
+          f"{field} must be {not value} in family {self.family}; correct it"
+        )
+    for key, bounds in rules.extra.items():
+      if extra.get(key) is not None or key not in rules.optional:
+        check_range(key, extra.get(key), *bounds)
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f"num_key_value_heads must divide the {self.num_heads} query heads, got"
+        f" {self.num_kv_heads}; correct it"
+      )
+    if self.head_dim % 2:
+      raise ValueError(
+        f"head_dim must be even for rope, got {self.head_dim}; correct it"
+      )
     if self.num_layers % len(self.period):
       raise ValueError(
-        f"ModelConfig.num_layers must be a multiple of the {len(self.period)}"
-        f" layers that repeat in family {self.family}, got {self.num_layers}"
+        f"num_hidden_layers must be a multiple of the {len(self.period)} layers"
+        f" that repeat in family {self.family}, got {self.num_layers}"
       )
 
   @classmethod
@@ -85,14 +107,11 @@ class ModelConfig:
     Raises:
       InputError: A key is missing, invalid or not supported.
     """
-    if not isinstance(values, Mapping):
-      raise InputError(f"{where}: must contain a JSON object; restore the file")
-    fields = _fields_from_hf(values, where)
-    for field, problem in _problems(fields):
-      key = _HF_KEYS.get(field, field)
-      raise InputError(f"{where}: key '{key}' {problem}; correct the file")
-    config = cls(**fields)
-    _refuse_unsupported(values, config, where)
+    with located(where):
+      rules = families.get(values.get("model_type"))
+      values = rules.respelled(values)
+      config = cls(**_fields_from_hf(values, rules))
+      _refuse_unsupported(values, rules, config)
     return config
 
   def to_hf(self) -> dict[str, Any]:
@@ -142,53 +161,22 @@ class ModelConfig:
     return tuple(dict.fromkeys(kind.attention for kind in self.period))
 
 
-def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-  """Yields (field, problem); later checks assume that earlier ones passed."""
-  family, known = values["family"], families.names()
-  if family not in known:
-    yield "family", f"must be one of {', '.join(known)}, got {show(family)}"
-  for field, (low, high) in _RANGES.items():
-    if problem := range_problem(values[field], low, high):
-      yield field, problem
-  for field in _BOOLEANS:
-    if type(values[field]) is not bool:
-      yield field, f"must be true or false, got {show(values[field])}"
-  rules, extra = families.get(family), dict(values["extra"])
-  for field, fixed in rules.fixed.items():
-    if values[field] is not fixed:
-      yield field, f"must be {fixed} in family {family}"
-  for key, (low, high) in rules.extra.items():
-    absent = extra.get(key) is None and key in rules.optional
-    if problem := not absent and range_problem(extra.get(key), low, high):
-      yield key, problem
-  heads, kv_heads = values["num_heads"], values["num_kv_heads"]
-  if heads % kv_heads:
-    yield "num_kv_heads", f"must divide the {heads} query heads, got {kv_heads}"
-  if values["head_dim"] % 2:
-    yield "head_dim", f"must be even for rope, got {values['head_dim']}"
-
-
-def _fields_from_hf(values: Mapping[str, Any], where: Any) -> dict[str, Any]:
+def _fields_from_hf(
+  values: Mapping[str, Any], rules: families.Family
+) -> dict[str, Any]:
   """Collects the fields of ModelConfig; checks only that they are present."""
-  family, known = values.get("model_type"), families.names()
-  if family not in known:
-    raise InputError(
-      f"{where}: key 'model_type' is {show(family)}, which is not supported;"
-      f" use a model of type {', '.join(known)}"
-    )
-  rules = families.get(family)
-  values = rules.respelled(values)
-  theta, scaling = rope.from_hf(values, where)
+  theta, scaling = rope.from_hf(values)
   values = {**values, "rope_theta": theta}
   extra = tuple((key, values.get(key)) for key in rules.extra)
-  fields = {"family": family, "rope_scaling": scaling, "extra": extra}
+  fields = {"family": values["model_type"], "extra": extra}
+  fields["rope_scaling"] = scaling
   for field in _RANGES:
     key = _HF_KEYS.get(field, field)
     fields[field] = values.get(key)
     if fields[field] is None and key not in rules.optional:
-      raise InputError(
-        f"{where}: key '{key}' is missing; use the config.json that was"
-        " published with the weights"
+      raise ValueError(
+        f"key '{key}' is missing; use the config.json that was published with"
+        " the weights"
       )
   for field in _BOOLEANS:
     fields[field] = rules.fixed.get(field, values.get(field, False))
@@ -197,35 +185,33 @@ def _fields_from_hf(values: Mapping[str, Any], where: Any) -> dict[str, Any]:
   heads, hidden = fields["num_heads"], fields["hidden_size"]
   defaults = {"num_kv_heads": heads, "rope_theta": rope.LLAMA_THETA}
   if "head_dim" in absent:
-    defaults["head_dim"] = _default_head_dim(hidden, heads, where)
+    defaults["head_dim"] = _default_head_dim(hidden, heads)
   return fields | {field: defaults[field] for field in absent}
 
 
-def _default_head_dim(hidden: Any, heads: Any, where: Any) -> int:
+def _default_head_dim(hidden: Any, heads: Any) -> int:
   if type(heads) is not int or type(hidden) is not int or heads < 1:
-    return 2  # `_problems` reports the invalid key under its own name.
+    return 2  # ModelConfig reports the invalid key under its own name.
   if hidden % heads:
-    raise InputError(
-      f"{where}: key 'head_dim' is missing and hidden_size {hidden} is not a"
-      f" multiple of num_attention_heads {heads}; correct the file"
+    raise ValueError(
+      f"key 'head_dim' is missing and hidden_size {hidden} is not a multiple of"
+      f" num_attention_heads {heads}; correct the file"
     )
   return hidden // heads
 
 
 def _refuse_unsupported(
-  values: Mapping[str, Any], config: ModelConfig, where: Any
+  values: Mapping[str, Any], rules: families.Family, config: ModelConfig
 ) -> None:
   """Rejects files that would load but describe a different computation."""
-  family = families.get(config.family)
-  values = family.respelled(values)
   supported = {
-    "architectures": ([family.architecture], None),
+    "architectures": ([rules.architecture], None),
     "is_causal": (True, None),
   }
-  for key, allowed in (supported | family.supported(config)).items():
+  for key, allowed in (supported | rules.supported(config)).items():
     if values.get(key) not in allowed:
-      raise InputError(
-        f"{where}: key '{key}' is {show(values.get(key))}, which is not"
-        f" supported, but {show(allowed[0])} is; use a causal language model"
-        " with full attention and plain floating-point weights"
+      raise ValueError(
+        f"key '{key}' is {show(values.get(key))}, which is not supported, but"
+        f" {show(allowed[0])} is; use a causal language model with full"
+        " attention and plain floating-point weights"
       )

@@ -21,6 +21,8 @@ from jaxrl_llm.models.numerics import Numerics
 from jaxrl_llm.models.params import merge
 from jaxrl_llm.models.transformer import Params
 
+_PREFILL_CHUNK = 512  # Tokens of each context per chunk.
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SamplerModel:
@@ -84,9 +86,7 @@ class SamplerModel:
         params["lm_head"] = {"kernel": table.T}
     return params | {"layers": tuple(map(layer, range(self.config.num_layers)))}
 
-  def prefill(
-    self, params: Params, tokens: chex.Array, *, chunk: int = 512
-  ) -> KVCache:
+  def prefill(self, params: Params, tokens: chex.Array) -> KVCache:
     """Computes the contiguous KV cache of right-padded contexts [N, C].
 
     Padding is on the right, where causal attention ignores it. Long contexts
@@ -95,11 +95,10 @@ class SamplerModel:
     Args:
       params: sampler parameters (`for_sampling`).
       tokens: int32 [N, C].
-      chunk: tokens of each context per chunk.
     """
     kernels, numerics = self.kernels, self.numerics
     count, length = tokens.shape
-    chunk = min(chunk, length)
+    chunk = min(_PREFILL_CHUNK, length)
     chunks = -(-length // chunk)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - length)))
     empty = lambda time, dtype: tuple(

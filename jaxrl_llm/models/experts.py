@@ -148,7 +148,7 @@ class Weights:
   def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiplies rows [N, in] sorted by expert, with `sizes` [E] rows each."""
     x, kernel = self.numerics.operands(x, self.kernel, self.scale)
-    return grouped_matmul(x, kernel, sizes, x.dtype)
+    return grouped_matmul(x, kernel, sizes)
 
   def batched(self, x: jax.Array) -> jax.Array:
     """Multiplies the same number of rows for each expert, [E, n, in]."""
@@ -259,7 +259,7 @@ def _dispatch(experts, tokens, shape, routing: Routing, kind: ExpertsKind):
     return _local(experts, *tokens, (), routing.capacity, kind)
   mesh, axes = sharding.mesh, expert_axes(sharding.mesh)
   # Devices that hold the same tokens in attention take a part of them each.
-  *leading, last = (_names(axis) for axis in sharding.spec)
+  *leading, last = (tuple(jax.tree.leaves(x)) for x in sharding.spec)
   split = (*leading, (*last, "tensor"))
   if len(split) == 2:
     tokens = [x.reshape(*shape, *x.shape[1:]) for x in tokens]
@@ -288,10 +288,6 @@ def _dispatch(experts, tokens, shape, routing: Routing, kind: ExpertsKind):
     check_vma=False,  # Pallas kernels do not declare it.
   )(experts, *tokens)
   return jax.tree.map(lambda x: x[tuple(map(slice, sizes))], found)
-
-
-def _names(axis) -> tuple[str, ...]:
-  return axis if isinstance(axis, tuple) else (axis,) if axis else ()
 
 
 def _local(experts, x, chosen, weights, valid, axes, capacity, kind):
@@ -336,15 +332,14 @@ def _dropless(experts, x, chosen, axes, kind):
   sizes = jnp.bincount(chosen.reshape(-1), length=here + 1)[:here]
   # A token has at most k different experts on a device.
   rows = len(x) * min(kind.per_token, here)
-  grouped = functools.partial(functools.partial, sizes=sizes)
-  products = {name: grouped(w.grouped) for name, w in experts.items()}
   taken, slot = x[order[:rows] // kind.per_token], jnp.argsort(order)
   if axes:
     # Products of rows after the last group are undefined.
     mine = jnp.arange(rows)[:, None] < jnp.sum(sizes)
     taken = jnp.where(mine, taken, 0)
     slot = jnp.where(slot < jnp.sum(sizes), slot, rows)
-  return slot.reshape(chosen.shape), _mlp(products, taken)
+  multiply = lambda name, x: experts[name].grouped(x, sizes)
+  return slot.reshape(chosen.shape), _mlp(multiply, taken)
 
 
 def _limited(experts, x, chosen, valid, axes, limit, kind):
@@ -364,7 +359,7 @@ def _limited(experts, x, chosen, valid, axes, limit, kind):
   swap = functools.partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
   if axes:
     rows = swap(rows, split_axis=0, concat_axis=1)
-  out = _mlp({name: w.batched for name, w in experts.items()}, rows)
+  out = _mlp(lambda name, x: experts[name].batched(x), rows)
   if axes:
     out = swap(out, split_axis=1, concat_axis=0)
   kept = (rank < limit) & (ids < kind.num_experts)
@@ -372,9 +367,10 @@ def _limited(experts, x, chosen, valid, axes, limit, kind):
   return slot.reshape(chosen.shape), out.reshape(-1, x.shape[1])
 
 
-def _mlp(products, rows):
-  gate = jax.nn.silu(products["gate"](rows))
-  return products["down"](gate * products["up"](rows))
+def _mlp(multiply, rows):
+  """Applies an MLP, whose products are `multiply(name, rows)`."""
+  gate = jax.nn.silu(multiply("gate", rows))
+  return multiply("down", gate * multiply("up", rows))
 
 
 def _combined(out, slot, weights):

@@ -1,7 +1,5 @@
 """Grouped matrix products: each row times the matrix of its group."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,9 +7,9 @@ import jax.numpy as jnp
 _MAX_SIZE = 2**31  # Elements of an array: kernels use 32-bit offsets.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=[3])
+@jax.custom_vjp
 def grouped_matmul(
-  x: chex.Array, kernel: chex.Array, sizes: chex.Array, dtype: jnp.dtype
+  x: chex.Array, kernel: chex.Array, sizes: chex.Array
 ) -> jax.Array:
   """Multiplies each row by the matrix of its group, with float32 sums.
 
@@ -23,24 +21,21 @@ def grouped_matmul(
     kernel: [E, in, out], in the dtype of x.
     sizes: int32 [E], rows of each group; the products of any further rows are
       undefined.
-    dtype: dtype of the result.
 
   Returns:
-    [N, out].
+    [N, out], in the dtype of x.
   """
-  return _forward(x, kernel, sizes, dtype)[0]
+  return _forward(x, kernel, sizes)[0]
 
 
-def _forward(x, kernel, sizes, dtype):
-  residuals = x, kernel, sizes
-  by_xla = functools.partial(_ragged_dot, dtype=dtype)
-  on_gpu = lambda *arguments: _kernels().multiply(*arguments, dtype)
-  return _by_platform(on_gpu, by_xla, *residuals), residuals
+def _forward(*residuals):
+  on_gpu = lambda *arguments: _kernels().multiply(*arguments)
+  return _by_platform(on_gpu, _ragged_dot, *residuals), residuals
 
 
-def _backward(dtype, residuals, g):
+def _backward(residuals, g):
   def by_xla(x, kernel, sizes, g):
-    multiply = functools.partial(_ragged_dot, sizes=sizes, dtype=dtype)
+    multiply = lambda x, kernel: _ragged_dot(x, kernel, sizes)
     return jax.vjp(multiply, x, kernel)[1](g)
 
   on_gpu = lambda *arguments: _kernels().gradients(*arguments)
@@ -63,6 +58,6 @@ def _by_platform(on_gpu, by_xla, *arguments):
   return jax.lax.platform_dependent(*arguments, cuda=on_gpu, default=by_xla)
 
 
-def _ragged_dot(x, kernel, sizes, dtype):
+def _ragged_dot(x, kernel, sizes):
   y = jax.lax.ragged_dot(x, kernel, sizes, preferred_element_type=jnp.float32)
-  return y.astype(dtype)
+  return y.astype(x.dtype)

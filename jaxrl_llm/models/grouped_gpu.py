@@ -28,18 +28,19 @@ def multiply(
   x: jax.Array,
   kernel: jax.Array,
   sizes: jax.Array,
-  dtype: jnp.dtype,
   *,
   transposed: bool = False,
 ) -> jax.Array:
-  """Multiplies rows [N, in] with their group's matrix, returning [N, out].
+  """Multiplies rows [N, in] with their group's matrix, in the dtype of x.
 
   Args:
     x: [N, in], sorted by group.
     kernel: [E, in, out]; [E, out, in] if transposed.
     sizes: int32 [E], rows of each group; results of other rows are 0.
-    dtype: dtype of the result.
     transposed: whether to multiply with the transposed matrices.
+
+  Returns:
+    [N, out].
   """
   count, groups = len(x), len(sizes)
   columns = kernel.shape[1 if transposed else 2]
@@ -48,7 +49,7 @@ def multiply(
   return pallas_call(
     functools.partial(_grouped_product, rows, transposed),
     (pl.cdiv(columns, _COLUMNS), len(tiles)),
-    jax.ShapeDtypeStruct((count, columns), dtype),
+    jax.ShapeDtypeStruct((count, columns), x.dtype),
     *(x, kernel, tiles),
   )
 
@@ -63,7 +64,7 @@ def gradients(
     g: [N, out], gradient with respect to the products.
   """
   g, ends = g.astype(x.dtype), jnp.cumsum(sizes)
-  d_x = multiply(g, kernel, sizes, x.dtype, transposed=True)
+  d_x = multiply(g, kernel, sizes, transposed=True)
   groups, inner, columns = kernel.shape
   d_kernel = pallas_call(
     _grouped_outer_product,

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.errors import check_number
 from jaxrl_llm.models import context
 from jaxrl_llm.models.kernels import platform_of
 from jaxrl_llm.models.numerics import einsum
@@ -110,13 +109,9 @@ def chunked_logprobs(
 
   Returns:
     `TokenLogprobs` of float32 [B, T].
-
-  Raises:
-    ValueError: `chunk` is negative.
   """
   chex.assert_rank([hidden, kernel, targets, mask], [3, 2, 2, 2])
   chex.assert_equal_shape_prefix([hidden, targets, mask], 2)
-  check_number("chunk", chunk, "[0, inf)")
   count, time = mask.shape
   vocabulary = kernel.shape[0 if tied else 1] // context.num_shards(sharding, 2)
   sizes = count // _groups(count, sharding), time, vocabulary

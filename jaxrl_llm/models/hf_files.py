@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.system import files
 
 CONFIG = "config.json"
@@ -76,14 +76,11 @@ def member(directory: pathlib.Path, name: str) -> pathlib.Path:
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
   """Reads a file with one JSON object."""
-  try:
+  kinds = OSError, ValueError, RecursionError
+  with as_input_error(
+    f"{file}: cannot be read as JSON", "download it again", *kinds
+  ):
     values = json.loads(file.read_text(encoding="utf-8"))
-  except OSError as error:
-    raise InputError(f"{file}: cannot be read ({error.strerror})") from None
-  except (ValueError, RecursionError) as error:
-    raise InputError(
-      f"{file}: not valid JSON ({str(error)[:120]}); download it again"
-    ) from None
   if not isinstance(values, dict):
     raise InputError(f"{file}: must contain a JSON object; download it again")
   return values
@@ -91,14 +88,10 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
 
 def _read_header(path: pathlib.Path) -> dict[str, Tensor]:
   """Opens a safetensors file; the library checks its header and layout."""
-  try:
+  kinds = OSError, safetensors.SafetensorError
+  what = f"{path}: cannot be read as safetensors"
+  with as_input_error(what, "download it again", *kinds):
     file = safetensors.safe_open(path, framework="numpy")
-  except (OSError, safetensors.SafetensorError) as error:
-    # repr, because the message may quote arbitrary bytes of the file.
-    raise InputError(
-      f"{path}: cannot be read as safetensors ({str(error)[:120]!r});"
-      " download it again"
-    ) from None
   tensors = {}
   for name in file.keys():
     view = file.get_slice(name)
@@ -243,7 +236,9 @@ def published(
     InputError: The directory cannot be written.
   """
   directory = pathlib.Path(path)
-  try:
+  advice = "choose another directory or free disk space"
+  kinds = OSError, safetensors.SafetensorError
+  with as_input_error(f"{directory}: cannot be written", advice, *kinds):
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as temp:
       stage = pathlib.Path(temp)
@@ -259,8 +254,3 @@ def published(
       for file in sorted(stage.iterdir(), key=lambda file: file.name in first):
         os.replace(file, directory / file.name)
       files.to_disk(directory)
-  except (OSError, safetensors.SafetensorError) as error:
-    raise InputError(
-      f"{directory}: cannot be written ({error}); choose another directory or"
-      " free disk space"
-    ) from None

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, check_choice
 from jaxrl_llm.models import attention, context, kv_cache, paged_attention
 from jaxrl_llm.models.layers import AttentionKind
 
@@ -98,9 +98,8 @@ def choose(
     InputError: 'pallas' does not support this model on these devices.
     ValueError: The name is unknown.
   """
-  if name not in NAMES:
-    raise ValueError(f"kernels must be one of {NAMES}, got {name!r}")
-  platform = "" if name == "xla" else platform_of(sharding)
+  check_choice("kernels", name, NAMES)
+  platform = platform_of(sharding)
   if name == "xla" or (name == "auto" and platform not in _MODULES):
     return XLA
   reason = f"needs a TPU or a GPU, but the devices are {platform}"

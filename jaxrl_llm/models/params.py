@@ -50,9 +50,5 @@ def merge(params: Any) -> Any:
   """Merges `Params` into one nested dict; a nested dict stays unchanged."""
   if not isinstance(params, Params):
     return params
-  base, trained = params
-  inner = {
-    name: merge(Params(base[name], trained[name]))
-    for name in base.keys() & trained.keys()
-  }
-  return {**base, **trained, **inner}
+  base, trained = (traverse_util.flatten_dict(tree) for tree in params)
+  return traverse_util.unflatten_dict(base | trained)

@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import located
 
 # Fields of each kind of scaling. YaRN's other constants are from the paper.
 _FIELDS = {
@@ -46,8 +46,26 @@ class RopeScaling:
   original_max_position_embeddings: int | None = None
 
   def __post_init__(self):
-    for field, problem in _problems(vars(self)):
-      raise ValueError(f"RopeScaling.{field} {problem}")
+    if self.kind not in list(_FIELDS):  # Untrusted, so perhaps unhashable.
+      supported = ", ".join(["default", *_FIELDS])
+      raise ValueError(
+        f"rope_type must be one of {supported}, got {show(self.kind)}; use a"
+        " model with one of them"
+      )
+    for field, bounds in _RANGES.items():
+      value = getattr(self, field)
+      if field in _FIELDS[self.kind]:
+        check_range(field, value, *bounds)
+      elif value is not None:
+        raise ValueError(
+          f"{field} does not apply to {self.kind} rope; remove it"
+        )
+    low, high = self.low_freq_factor, self.high_freq_factor
+    if self.kind == "llama3" and low >= high:
+      raise ValueError(
+        f"low_freq_factor must be below high_freq_factor {high}, got {low};"
+        " correct it"
+      )
 
   def to_hf(self) -> dict[str, Any]:
     """Returns the object under `rope_scaling` in config.json."""
@@ -111,98 +129,69 @@ def frequencies(
   return theta.astype(np.float32), scale
 
 
-def from_hf(
-  values: Mapping[str, Any], where: Any
-) -> tuple[Any, RopeScaling | None]:
+def from_hf(values: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
   """Reads either spelling of rope: `rope_parameters`, or theta and scaling.
 
   Args:
     values: the whole `config.json` object.
-    where: path of the file, for messages.
 
   Returns:
     `(theta, scaling)`; theta is not validated, and None if absent.
 
   Raises:
-    InputError: a value is wrong, not supported, or the spellings disagree.
+    ValueError: a value is wrong, not supported, or the spellings disagree.
   """
   thetas, scalings = [values.get("rope_theta")], []
   for key in ("rope_parameters", "rope_scaling"):
-    block = values.get(key)
-    if block is None:
-      continue
-    if not isinstance(block, Mapping):
-      raise InputError(
-        f"{where}: key '{key}' must be an object, got {show(block)}; correct"
-        " the file"
-      )
-    thetas.append(block.get("rope_theta"))
-    scalings.append(_scaling_from_hf(block, f"{where}: key '{key}"))
+    if (block := values.get(key)) is not None:
+      with located(f"key '{key}'"):
+        theta, scaling = _from_block(block)
+      thetas.append(theta)
+      scalings.append(scaling)
   thetas = [theta for theta in thetas if theta is not None]
   if thetas[1:] != thetas[:-1] or scalings[1:] != scalings[:-1]:
-    raise InputError(
-      f"{where}: key 'rope_parameters' contradicts 'rope_theta' or"
-      " 'rope_scaling'; keep one spelling"
+    raise ValueError(
+      "key 'rope_parameters' contradicts 'rope_theta' or 'rope_scaling'; keep"
+      " one spelling"
     )
   return (thetas or [None])[0], (scalings or [None])[0]
 
 
-def _scaling_from_hf(
-  block: Mapping[str, Any], where: str
-) -> RopeScaling | None:
-  """Reads one rope object; `where` ends in its key, without the last quote."""
+def _from_block(block: Any) -> tuple[Any, RopeScaling | None]:
+  """Reads one rope object; returns its theta, None if absent, and scaling."""
+  if not isinstance(block, Mapping):
+    raise ValueError(f"must be an object, got {show(block)}; correct the file")
   fields = {name: block.get(name) for name in _RANGES}
   other = {key: value for key, value in block.items() if key not in _RANGES}
-  other.pop("rope_theta", None)
+  theta = other.pop("rope_theta", None)
   if other.get("partial_rotary_factor") == 1:
     del other["partial_rotary_factor"]
   older = other.pop("type", None)
   kind = other.pop("rope_type", older)
   for key, value in other.items():
     if value is not None:
-      raise InputError(
-        f"{where}' contains {show(key)}, which is not supported; use a model"
-        " without it"
+      raise ValueError(
+        f"contains {show(key)}, which is not supported; use a model without it"
       )
   if kind is None and all(value is None for value in fields.values()):
     kind = "default"  # An object with only theta.
-  if kind == "default":
-    return None
-  fields["kind"] = kind
-  for field, problem in _problems(fields):
-    name = "rope_type" if field == "kind" else field
-    raise InputError(f"{where}.{name}' {problem}; correct the file")
-  return RopeScaling(**fields)
+  return theta, None if kind == "default" else RopeScaling(kind, **fields)
 
 
-def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-  """Yields (field, problem); later checks assume that earlier ones passed."""
-  kind = values["kind"]
-  if not isinstance(kind, str) or kind not in _FIELDS:
-    supported = ", ".join(["default", *_FIELDS])
-    yield "kind", f"must be one of {supported}, got {show(kind)}"
-  for field, (low, high) in _RANGES.items():
-    value = values[field]
-    if field in _FIELDS[kind]:
-      problem = range_problem(value, low, high)
-    else:
-      problem = None if value is None else f"does not apply to {kind} rope"
-    if problem:
-      yield field, problem
-  low, high = values["low_freq_factor"], values["high_freq_factor"]
-  if kind == "llama3" and low >= high:
-    yield "low_freq_factor", f"must be below high_freq_factor {high}, got {low}"
+def check_range(key: str, value: Any, low: float, high: float) -> None:
+  """Checks an untrusted number, which is an integer if `low` is one.
 
-
-def range_problem(value: Any, low: float, high: float) -> str | None:
-  """Returns what is wrong with an untrusted number (int if `low` is one)."""
+  Raises:
+    ValueError: The value is no such number in [low, high].
+  """
   # `type`, not isinstance: bool is a subclass of int.
   kinds = (int,) if type(low) is int else (int, float)
   # The chained comparison is also False for NaN.
-  if type(value) in kinds and low <= value <= high:
-    return None
-  kind = "an integer" if kinds == (int,) else "a number"
-  return f"must be {kind} in [{low}, {high}], got {show(value)}"
+  if not (type(value) in kinds and low <= value <= high):
+    kind = "an integer" if kinds == (int,) else "a number"
+    raise ValueError(
+      f"{key} must be {kind} in [{low}, {high}], got {show(value)}; correct it"
+    )
 
 
 def show(value: Any) -> str:

@@ -76,25 +76,23 @@ def places(config: ModelConfig) -> dict[str, Any]:
   return {f"layers{i or ''}": kind for i, kind in enumerate(config.period)}
 
 
-def _maker(kind: Any) -> Callable[..., nnx.Module]:
-  """Returns the constructor of a module by its name or layer kind."""
+def _make(
+  kind: Any, config: ModelConfig, numerics: Numerics, rngs: nnx.Rngs
+) -> nnx.Module:
+  """Makes a module by its name, or a layer with its adapters by its kind."""
   if isinstance(kind, str):
-    return _MODULES[kind]
-
-  def make(config, numerics, rngs):
-    layer = kind.make(config, numerics, rngs)
-    if config.adapters is not None:
-      config.adapters.attach(layer, rngs)
-    return layer
-
-  return make
+    return _MODULES[kind](config, numerics, rngs)
+  layer = kind.make(config, numerics, rngs)
+  if config.adapters is not None:
+    config.adapters.attach(layer, rngs)
+  return layer
 
 
 @functools.cache
 def _graphdef(kind: Any, *settings: Any) -> nnx.GraphDef:
   """Returns the structure of a module without its arrays."""
-  make = functools.partial(_maker(kind), *settings)
-  return nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))[0]
+  module = nnx.eval_shape(lambda: _make(kind, *settings, nnx.Rngs(0)))
+  return nnx.split(module)[0]
 
 
 def make_module(
@@ -144,7 +142,7 @@ def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
   """
 
   def make(kind, key):
-    module = _maker(kind)(config, FLOAT32, nnx.Rngs(key))
+    module = _make(kind, config, FLOAT32, nnx.Rngs(key))
     return nnx.to_pure_dict(nnx.state(module))
 
   key_embed, key_layers, key_head = jax.random.split(key, 3)

@@ -134,7 +134,7 @@ def make_fns(
   """Makes the functions of policy and critic, with their adapters.
 
   Raises:
-    InputError: An adapter target matches no layer.
+    InputError: An adapter target matches no layer, or no layer has an adapter.
   """
   linear = models.linear_layers(model_config)
   for target in config.model.lora_targets:
@@ -144,9 +144,17 @@ def make_fns(
         f" layer's path; choose from {', '.join(linear)}, or parts of these"
       )
   adapted = models.adapted(config, model_config)
+  value_config = models.critic_config(config, model_config)
+  for made in (adapted, value_config):
+    own, paths = made.adapters, models.linear_layers(made)
+    # Without any adapter, all parameters would be trained.
+    if own and not any(map(own.targets_layer, paths)):
+      raise InputError(
+        "config.model.lora_targets: 'mlp' does not include the router, so no"
+        " layer of this model would have an adapter; add another target"
+      )
   replay = config.model.replay_routing
   policy = _make_policy_fns(config, adapted, both, replay_routing=replay)
-  value_config = models.critic_config(config, model_config)
   value = models.make_value(
     value_config,
     reads_logprobs=config.value.reads_logprobs,
@@ -256,7 +264,8 @@ def _make_frozen(
       tokenizer.check_same(Tokenizer(path))
       model_config = hf.read_config(path)
       data.check_context(config, model_config, tokenizer)
-      fns = _make_policy_fns(config, model_config, both)
+      # A capacity is for training: a score must not depend on other tokens.
+      fns = _make_policy_fns(config, model_config, both, expert_capacity=0)
       read_params = functools.partial(
         read_policy_params, path, model_config=model_config
       )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import chat_model, recipes, tiny, tiny_run
+from helpers import chat_model, recipes, tiny, tiny_experts, tiny_run
 from helpers.registries import registries  # noqa: F401
 
 from jaxrl_llm import metrics, models, register
@@ -94,14 +94,22 @@ class TestAdvantages:
     after = jax.device_get(after.policy.trained)
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
-  def test_a_teacher_may_have_sliding_windows(self, model, tmp_path):
-    config = tiny_run.model_config()
-    window = {"family": "mistral", "extra": (("sliding_window", 3),)}
-    fns = models.make_policy(dataclasses.replace(config, **window))
+  @pytest.mark.parametrize(
+    "changes",
+    [
+      {"family": "mistral", "extra": (("sliding_window", 3),)},
+      # A capacity is for training; a teacher drops no tokens.
+      vars(tiny_experts.CONFIG),
+    ],
+  )
+  def test_a_teacher_scores_as_it_does_alone(self, model, tmp_path, changes):
+    sizes = {"vocab_size": tiny_run.model_config().vocab_size}
+    config = dataclasses.replace(tiny_run.model_config(), **changes | sizes)
+    fns = models.make_policy(config)
     theirs = tiny.widen(fns.init(jax.random.key(0)), jax.random.key(5))
     models.save(str(tmp_path), fns, theirs, tokenizer_from=str(model))
-    rows = {"data__group_size": 4, "optimizer__max_tokens_per_row": 64}
-    run = make_run(model, tmp_path, **rows)
+    settings = {"data__group_size": 4, "optimizer__max_tokens_per_row": 64}
+    run = make_run(model, tmp_path, model__expert_capacity=0.5, **settings)
     states, responses, batch = measured(run)
     other = recipes.logprobs(fns, theirs, responses.rollout)
     expected = other - batch.scores["old_logprobs"]

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,12 +65,9 @@ def _expected(heads, kv_heads):
   return _value_and_grad(_library(visible), qkv, pull)
 
 
-def _assert_close(got, expected):
-  jax.tree.map(
-    lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-5, atol=2e-6),
-    got,
-    expected,
-  )
+_assert_close = functools.partial(
+  chex.assert_trees_all_close, rtol=1e-5, atol=2e-6
+)
 
 
 class TestPackedAttention:

@@ -91,6 +91,8 @@ FILES = [
 SMOLLM2, LLAMA_1B, QWEN2, QWEN3, GEMMA3, MISTRAL, SMOLLM3, QWEN3_MOE = FILES
 SMOLLM3["no_rope_layers"] = [1, 1, 1, 0] * 9
 LLAMA3 = LLAMA_1B["rope_scaling"]
+YARN = {"type": "yarn", "factor": 4.0}
+YARN["original_max_position_embeddings"] = 32768
 NAMES = "smollm2 llama qwen2 qwen3 gemma3 mistral smollm3 qwen3_moe"
 FAMILIES = dict(zip(NAMES.split(), FILES))
 
@@ -117,43 +119,19 @@ class TestFromHf:
   def test_num_params_of_published_models(self, name, count):
     assert models.num_params(ModelConfig.from_hf(FAMILIES[name])) == count
 
-  def test_every_field_is_read(self):
+  def test_what_the_number_of_parameters_does_not_show(self):
     config = ModelConfig.from_hf(LLAMA_1B | {"attention_bias": True})
-    assert config == ModelConfig(
-      family="llama",
-      vocab_size=128256,
-      hidden_size=2048,
-      intermediate_size=8192,
-      num_layers=16,
-      num_heads=32,
-      num_kv_heads=8,
-      head_dim=64,
-      max_position_embeddings=131072,
-      rms_norm_eps=1e-5,
-      rope_theta=500000.0,
-      rope_scaling=RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
-      attention_bias=True,
-      tie_word_embeddings=True,
-    )
+    assert config.rope_scaling == RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
+    assert (config.rms_norm_eps, config.rope_theta) == (1e-5, 500000.0)
+    assert config.max_position_embeddings == 131072
     (kind,) = config.period
     assert kind.attention.output_bias and not kind.attention.qk_norm
     hash(config)  # Usable as a static argument of jit.
-
-  def test_families_differ_in_biases_and_norms(self):
-    qwen2, qwen3 = map(ModelConfig.from_hf, (QWEN2, QWEN3))
-    kinds = [config.period[0].attention for config in (qwen2, qwen3)]
-    assert [kind.bias for kind in kinds] == [True, False]
-    assert [kind.output_bias for kind in kinds] == [False, False]
-    assert [kind.qk_norm for kind in kinds] == [False, True]
-    assert (qwen2.head_dim, qwen3.head_dim) == (64, 128)
 
   def test_every_fourth_layer_of_smollm3_has_no_rope(self):
     config = ModelConfig.from_hf(SMOLLM3)
     rotary = [kind.attention.rotary for kind in config.layers]
     assert rotary == [True, True, True, False] * 9
-    other = SMOLLM3 | {"no_rope_layers": [1, 0] * 18}
-    with pytest.raises(InputError, match="no_rope_layers"):
-      ModelConfig.from_hf(other)
     cut = {"num_hidden_layers": 6, "no_rope_layers": [1, 1, 1, 0, 1, 1]}
     layers = ModelConfig.from_hf(SMOLLM3 | cut).layers
     rotary = [kind.attention.rotary for kind in layers]
@@ -180,13 +158,6 @@ class TestFromHf:
     assert (kind.mlp.num_experts, kind.mlp.per_token) == (128, 8)
     other = without(QWEN3_MOE, "num_experts") | {"num_local_experts": 128}
     assert ModelConfig.from_hf(other) == config
-    for key, value in (
-      ("norm_topk_prob", False),
-      ("mlp_only_layers", [0]),
-      ("num_experts_per_tok", 129),
-    ):
-      with pytest.raises(InputError, match=key):
-        ModelConfig.from_hf(QWEN3_MOE | {key: value})
 
   def test_windows_and_ropes_of_gemma3_alternate(self):
     config = ModelConfig.from_hf(GEMMA3)
@@ -201,22 +172,6 @@ class TestFromHf:
       }
     }
     assert ModelConfig.from_hf(newer) == config
-    for key, value in (
-      ("final_logit_softcapping", 30.0),
-      ("sliding_window", 0),
-      ("query_pre_attn_scalar", None),
-      ("tie_word_embeddings", False),
-    ):
-      with pytest.raises(InputError, match=key):
-        ModelConfig.from_hf(GEMMA3 | {key: value})
-
-  @pytest.mark.parametrize(
-    "local", [{"rope_type": "linear", "factor": 8.0}, 3, {"rope_type": 1}]
-  )
-  def test_only_full_layers_of_gemma3_scale_their_rope(self, local):
-    ropes = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": local}
-    with pytest.raises(InputError, match="sliding_attention"):
-      ModelConfig.from_hf(GEMMA3 | {"rope_parameters": ropes})
 
   def test_a_window_of_mistral_is_in_every_layer_and_always_written(self):
     config = ModelConfig.from_hf(MISTRAL | {"sliding_window": 77})
@@ -224,8 +179,6 @@ class TestFromHf:
     assert config.to_hf()["sliding_window"] == 77
     full = MISTRAL | {"layer_types": ["full_attention"] * 32}
     assert ModelConfig.from_hf(full) == ModelConfig.from_hf(MISTRAL)
-    with pytest.raises(InputError, match="layer_types"):
-      ModelConfig.from_hf(full | {"sliding_window": 77})
     # Readers would assume 4096 if the key were absent.
     for extra in (("sliding_window", None),), ():
       config = dataclasses.replace(ModelConfig.from_hf(MISTRAL), extra=extra)
@@ -302,6 +255,19 @@ smollm2 | "hidden_act": "-" | hidden_act
 qwen2 | "use_sliding_window": true | use_sliding_window
 gemma3 | "is_causal": false | is_causal
 mistral | "sliding_window": 0 | sliding_window
+mistral | "layer_types": ["sliding_attention"] | layer_types
+smollm3 | "no_rope_layers": [1, 0] | no_rope_layers
+gemma3 | "sliding_window": 0 | sliding_window
+gemma3 | "final_logit_softcapping": 30.0 | final_logit_softcapping
+gemma3 | "query_pre_attn_scalar": "-" | query_pre_attn_scalar
+gemma3 | "tie_word_embeddings": false | tie_word_embeddings
+gemma3 | "rope_parameters": {"full_attention": {}, "sliding_attention": 3} | \
+sliding_attention
+gemma3 | "rope_parameters": {"full_attention": {}, "sliding_attention": \
+{"rope_type": "linear", "factor": 8.0}} | sliding_attention
+qwen3_moe | "norm_topk_prob": false | norm_topk_prob
+qwen3_moe | "mlp_only_layers": [0] | mlp_only_layers
+qwen3_moe | "num_experts_per_tok": 129 | num_experts_per_tok
 qwen3 | "layer_types": ["full_attention", "sliding_attention"] | layer_types
 qwen2 | "quantization_config": {"quant_method": "gptq"} | quantization_config
 qwen2 | "rope_theta": "-" | rope_theta
@@ -311,8 +277,8 @@ qwen2 | "num_key_value_heads": "-" | num_key_value
 qwen2 | "rope_scaling": {"type": "dynamic", "factor": 2} | rope_type
 qwen2 | "rope_scaling": {"factor": 2.0} | rope_type
 qwen2 | "rope_scaling": "linear" | rope_scaling
-qwen2 | "rope_scaling": {"type": "linear", "factor": 0} | rope_scaling.factor
-qwen2 | "rope_scaling": {"rope_type": "linear"} | rope_scaling.factor
+qwen2 | "rope_scaling": {"type": "linear", "factor": 0} | rope_scaling': factor
+qwen2 | "rope_scaling": {"rope_type": "linear"} | rope_scaling': factor
 llama | "rope_scaling": {LLAMA3, "low_freq_factor": 4.0} | low_freq_factor
 llama | "rope_scaling": {"rope_type": "llama3", "factor": 8.0, \
 "low_freq_factor": 1, "high_freq_factor": 4} | original_max_position_embeddings
@@ -336,27 +302,23 @@ class TestRefusals:
     assert message.startswith("dir/config.json: ") and part in message
     assert ";" in message  # The remedy follows.
 
-  def test_not_an_object(self):
-    with pytest.raises(InputError, match="JSON object"):
-      ModelConfig.from_hf([1], "config.json")
-
   @pytest.mark.parametrize(
-    "change",
+    "change, named",
     [
-      {"num_layers": 0},
-      {"family": "gpt2"},
-      {"family": "qwen2"},  # With biases of q, k and v.
-      {"attention_bias": "yes"},
-      {"num_kv_heads": 2},
+      ({"num_layers": 0}, "num_hidden_layers"),
+      ({"family": "gpt2"}, "model_type"),
+      ({"family": "qwen2"}, "attention_bias must be True in family qwen2"),
+      ({"attention_bias": "yes"}, "attention_bias"),
+      ({"num_kv_heads": 2}, "num_key_value_heads"),
     ],
   )
-  def test_settings_are_checked_without_a_file(self, change):
+  def test_settings_are_checked_without_a_file(self, change, named):
     config = ModelConfig.from_hf(SMOLLM2)
-    with pytest.raises(ValueError, match="ModelConfig"):
+    with pytest.raises(ValueError, match=named):
       dataclasses.replace(config, **change)
 
   def test_scaling_is_checked_without_a_file(self):
-    with pytest.raises(ValueError, match="RopeScaling.low_freq_factor"):
+    with pytest.raises(ValueError, match="low_freq_factor does not apply"):
       RopeScaling("linear", 2.0, low_freq_factor=1.0)
 
 
@@ -376,35 +338,15 @@ class TestRopeFrequencies:
     np.testing.assert_array_equal(found, expected)
     assert found.dtype == np.float32 and scale == 1.0
 
-  def test_llama3_piece_by_piece(self):
-    found, scale = _frequencies(LLAMA3)
-    plain, _ = _frequencies(None)
-    kinds = set()
-    for frequency, base in zip(found, plain.astype(np.float64)):
-      wavelength = 2 * math.pi / base
-      if wavelength < 8192 / 4.0:
-        kind, wanted = "kept", base
-      elif wavelength > 8192 / 1.0:
-        kind, wanted = "stretched", base / 32.0
-      else:
-        smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
-        kind, wanted = "blend", (1 - smooth) * base / 32 + smooth * base
-      kinds.add(kind)
-      np.testing.assert_allclose(frequency, wanted, rtol=1e-6)
-    assert kinds == {"kept", "stretched", "blend"} and scale == 1.0
-
-  def test_yarn(self):
-    scaling = {
-      "type": "yarn",
-      "factor": 4.0,
-      "original_max_position_embeddings": 32768,
-    }
+  # Parity tests compare all frequencies with those of transformers.
+  @pytest.mark.parametrize("scaling", [LLAMA3, YARN])
+  def test_fast_pairs_stay_and_slow_ones_stretch(self, scaling):
     plain, _ = _frequencies(None)
     found, scale = _frequencies(scaling)
-    turns = 32768 * plain / (2 * math.pi)
-    ratio = plain / found
-    # Pairs with many more than 32 turns stay; below 1 turn, they stretch by 4.
+    context = scaling["original_max_position_embeddings"]
+    turns, ratio = context * plain / (2 * math.pi), plain / found
     np.testing.assert_allclose(ratio[turns > 64], 1.0, rtol=1e-6)
-    np.testing.assert_allclose(ratio[turns < 0.5], 4.0, rtol=1e-6)
+    slow = ratio[turns < 0.5]
+    np.testing.assert_allclose(slow, scaling["factor"], rtol=1e-6)
     assert (np.diff(ratio) >= -1e-6).all()
-    assert scale == pytest.approx(1.1386294)
+    assert scale == pytest.approx(1.1386294 if scaling is YARN else 1.0)

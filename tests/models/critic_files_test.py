@@ -2,6 +2,7 @@
 
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,11 +42,6 @@ def random_params(fns):
   return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-def assert_same(found, wanted):
-  assert jax.tree.structure(found) == jax.tree.structure(wanted)
-  jax.tree.map(np.testing.assert_array_equal, found, wanted)
-
-
 @pytest.mark.parametrize("head", [heads.SCALAR, CATEGORICAL])
 @pytest.mark.parametrize("tied", [True, False])
 def test_bit_equal_after_a_round_trip(tmp_path, head, tied):
@@ -56,8 +52,10 @@ def test_bit_equal_after_a_round_trip(tmp_path, head, tied):
   config = hf.read_config(tmp_path)
   assert config == fns.config
   found = hf.read_critic(tmp_path, config, head, place)
-  assert_same(found, params)
-  assert_same(fns.from_policy(found), params)  # Nothing is re-initialised.
+  chex.assert_trees_all_equal(found, params)
+  chex.assert_trees_all_equal(
+    fns.from_policy(found), params
+  )  # Nothing is re-initialised.
 
 
 @pytest.mark.parametrize(
@@ -103,6 +101,6 @@ def test_logits_equal_those_of_transformers(tmp_path, family):
   # Directories written by transformers can be read, too.
   theirs.save_pretrained(tmp_path / "theirs")
   if head.outputs == 1:
-    assert_same(
+    chex.assert_trees_all_equal(
       hf.read_critic(tmp_path / "theirs", fns.config, head, place), params
     )

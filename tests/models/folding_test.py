@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,6 @@ MESHES = {
   "both": {"data": 1, "fsdp": 2, "context": 2, "tensor": 2, "expert": 4},
   "half": {"data": 1, "fsdp": 4, "tensor": 2, "expert": 4},
 }
-EXACT = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def make_fns(mesh, **settings):
@@ -61,10 +61,9 @@ def on_mesh(axes, **settings):
   return run(make_fns(mesh, **settings), placed, along)
 
 
-def assert_trees_close(found, expected):
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, **EXACT), found, expected
-  )
+assert_trees_close = functools.partial(
+  chex.assert_trees_all_close, rtol=1e-5, atol=1e-5
+)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Model directories: exact round trips, and one-line errors for damage."""
 
+import functools
 import json
 import os
 import struct
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -52,11 +54,7 @@ def random_params(config, dtype=np.float32, seed=0):
   )
 
 
-def assert_same(found, wanted):
-  assert jax.tree.structure(found) == jax.tree.structure(wanted)
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
-    assert a.dtype == b.dtype
-    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+assert_same = functools.partial(chex.assert_trees_all_equal, strict=True)
 
 
 @pytest.fixture
@@ -86,18 +84,8 @@ class TestRoundTrip:
     assert (tmp_path / INDEX).exists() == (limit == 700)
     assert hf.read_config(tmp_path) == config
     assert_same(hf.read_params(tmp_path, config, dtype=dtype), params)
-
-  def test_casts_to_what_is_asked_for(self, tmp_path):
-    config = CONFIGS["qwen3"]
-    half = random_params(config, jnp.bfloat16)
-    hf.write_params(tmp_path, config, half)
-    assert_same(hf.read_params(tmp_path, config, dtype="bfloat16"), half)
-    assert_same(
-      hf.read_params(tmp_path, config, dtype=jnp.float32),
-      jax.tree.map(lambda x: x.astype(jnp.float32), half),
-    )
     values = json.loads((tmp_path / "config.json").read_text())
-    assert values["torch_dtype"] == "bfloat16"
+    assert values["torch_dtype"] == np.dtype(dtype).name
 
   @pytest.mark.parametrize("name", ["llama biases", "qwen3"])
   def test_each_device_reads_its_part(self, tmp_path, monkeypatch, name):
@@ -126,28 +114,8 @@ class TestRoundTrip:
       if x.ndim > 1
     )
 
-  def test_sharded_arrays_are_written(self, tmp_path):
-    config = CONFIGS["qwen2"]
-    params = random_params(config)
-    mesh = jax.make_mesh(
-      (2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
-    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
-    split = dict(params, layers=jax.device_put(params["layers"], spec))
-    hf.write_params(tmp_path, config, split)
-    assert_same(hf.read_params(tmp_path, config, dtype=np.float32), params)
-
 
 class TestWrite:
-  def test_files_of_the_reference_reader(self, model):
-    params = random_params(CONFIGS["llama"])
-    tensors = safetensors.numpy.load_file(model / SINGLE)
-    np.testing.assert_array_equal(
-      tensors["model.layers.1.mlp.down_proj.weight"],
-      params["layers"]["mlp"]["down"]["kernel"][1].T,
-    )
-    assert len(tensors) == 3 + 2 * 9
-
   def test_weights_may_be_read_by_who_may_read_the_rest(self, sharded):
     config = sharded / "config.json"
     for file in sharded.iterdir():
@@ -367,7 +335,7 @@ def to_directory(file):
 
 
 # The library checks headers and layouts, and all of its errors are handled
-# alike; test_cut_anywhere and test_flipped_header_bytes_never_crash cover more.
+# alike; test_cut_anywhere and bad_inputs/fuzz_test.py cover more.
 DAMAGE = {
   "a pickle": lambda f: f.write_bytes(b"\x80\x04\x95" + bytes(100)),
   "a header of a tebibyte": lambda f: f.write_bytes(
@@ -417,23 +385,6 @@ class TestDamagedSafetensors:
     for count in range(0, len(content), 97):
       (model / SINGLE).write_bytes(content[:count])
       expect_one_line(model, [SINGLE])
-
-  def test_flipped_header_bytes_never_crash(self, model):
-    config, rng = CONFIGS["llama"], np.random.default_rng(0)
-    content = (model / SINGLE).read_bytes()
-    length = struct.unpack("<Q", content[:8])[0]
-    refused = 0
-    for _ in range(300):
-      mutant = bytearray(content)
-      for place in rng.integers(0, 8 + length, rng.integers(1, 4)):
-        mutant[place] = rng.integers(256)
-      (model / SINGLE).write_bytes(mutant)
-      try:
-        hf.read_params(model, config, dtype=np.float32)
-      except InputError as error:
-        assert str(error).isprintable()
-        refused += 1
-    assert refused > 200
 
 
 class TestDirectories:

@@ -7,9 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import interpreted
-from helpers.interpreted import assert_equal, make_kind, with_gradients
+from helpers.interpreted import (
+  assert_equal,
+  attend_to_pages,
+  block_tables,
+  make_kind,
+  prefill_in_chunks,
+  with_gradients,
+)
 
-from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import attention, flash_gpu, kernels, kernels_gpu
 
@@ -38,6 +44,10 @@ def _random(*shapes, dtype=np.float32):
   return [
     rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes
   ]
+
+
+def _backends(kind):
+  return kernels_gpu.make_pallas(kind, sharding=None), kernels.make_xla(kind)
 
 
 class TestPackedAttention:
@@ -117,20 +127,10 @@ class TestPrefill:
       (2, time, heads, 16), *[(2, time, kind.num_kv_heads, 16)] * 2
     )
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(backend, q, k, v):
-      layer, outs = backend.init_contiguous(2, time, jnp.float32), []
-      for start in range(0, time, chunk):
-        part = np.s_[:, start : start + chunk]
-        layer = backend.write_contiguous(layer, k[part], v[part], start)
-        outs.append(backend.prefill_attention(q[part], layer, start))
-      return jnp.concatenate(outs, axis=1)
-
-    backends = (
-      kernels_gpu.make_pallas(kind, sharding=None),
-      kernels.make_xla(kind),
+    got, expected = (
+      jax.jit(lambda *qkv, x=x: prefill_in_chunks(x, *qkv, chunk)[0])(q, k, v)
+      for x in _backends(kind)
     )
-    got, expected = (run(backend, q, k, v) for backend in backends)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
 
 
@@ -138,34 +138,16 @@ class TestDecode:
   # Some slots fill several partitions; the third is idle.
   LENGTHS, PAGES, WIDTH = np.array([70, 1, 0, 33]), 40, 18
 
-  def _tables(self, order=0):
-    table = np.full((4, self.WIDTH), self.PAGES, np.int32)
-    free = list(np.random.default_rng(order).permutation(self.PAGES))
-    for slot, length in enumerate(self.LENGTHS):
-      for block in range(-(-length // PAGE)):
-        table[slot, block] = free.pop()
-    return table
+  def _tables(self, seed=0, slots=4):
+    sizes = {"pages": self.PAGES, "width": self.WIDTH, "page_size": PAGE}
+    return block_tables(self.LENGTHS[:slots], seed=seed, **sizes)
 
-  def _run(self, backend, table, q, k, v, dtype=jnp.float32):
-    """Writes all tokens, then runs attention of the last queries per slot."""
-    tables = models.make_block_tables(
-      table, shards=1, pages=self.PAGES, page_size=PAGE
+  def _run(self, backend, tables, *qkv, dtype=None):
+    lengths = self.LENGTHS[: len(qkv[0])]
+    run = functools.partial(
+      attend_to_pages, backend, tables, lengths, PAGE, dtype=dtype
     )
-    lengths = np.where(table[:, 0] < self.PAGES, self.LENGTHS[: len(table)], 0)
-    index = np.broadcast_to(np.arange(k.shape[1], dtype=np.int32), k.shape[:2])
-
-    @functools.partial(jax.jit)
-    def run(q, k, v):
-      layer = backend.init_paged(1, self.PAGES, PAGE, dtype)
-      layer = jax.tree.map(lambda x: jnp.full_like(x, 0.5), layer)
-      layer = backend.write_paged(
-        layer, k, v, tables, index, index < lengths[:, None]
-      )
-      last = lengths[:, None] - q.shape[1] + np.arange(q.shape[1])
-      last = np.maximum(last, np.arange(q.shape[1])).astype(np.int32)
-      return backend.paged_attention(q, layer, tables, last)
-
-    return np.asarray(run(q, k, v))
+    return np.asarray(jax.jit(run)(*qkv))
 
   def _qkv(self, heads, kv_heads, size, queries):
     time = self.LENGTHS.max()
@@ -186,15 +168,11 @@ class TestDecode:
   def test_equals_xla_over_several_partitions(
     self, heads, kv_heads, size, queries, window
   ):
-    kind, qkv = (
-      make_kind(heads, kv_heads, size, window),
-      self._qkv(heads, kv_heads, size, queries),
+    kind = make_kind(heads, kv_heads, size, window)
+    qkv = self._qkv(heads, kv_heads, size, queries)
+    got, expected = (
+      self._run(x, self._tables(), *qkv) for x in _backends(kind)
     )
-    backends = (
-      kernels_gpu.make_pallas(kind, sharding=None),
-      kernels.make_xla(kind),
-    )
-    got, expected = (self._run(x, self._tables(), *qkv) for x in backends)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
     assert not np.any(got[2])
 
@@ -222,7 +200,7 @@ class TestDecode:
     expected = self._run(backend, self._tables(), *qkv)
     moved = self._run(backend, self._tables(1), *qkv)
     np.testing.assert_array_equal(moved, expected)
-    alone = self._run(backend, self._tables(2)[:1], *(x[:1] for x in qkv))
+    alone = self._run(backend, self._tables(2, 1), *(x[:1] for x in qkv))
     np.testing.assert_array_equal(alone, expected[:1])
 
   def test_blocks_before_the_window_are_not_read(self):
@@ -240,9 +218,9 @@ class TestDecode:
     for x in (k, v):
       x[3, :32] = x[0, :32]
     expected = self._run(backend, self._tables(), q, k, v)
-    table = self._tables()
-    table[3, :8] = table[0, :8]
-    np.testing.assert_array_equal(self._run(backend, table, q, k, v), expected)
+    tables = self._tables()
+    tables.page_indices[3, :8] = tables.page_indices[0, :8]
+    np.testing.assert_array_equal(self._run(backend, tables, q, k, v), expected)
 
   def test_a_cache_of_eight_bits_is_read_as_the_numbers_it_holds(self):
     backend = kernels_gpu.make_pallas(make_kind(), sharding=None)

@@ -1,6 +1,5 @@
 """TPU and GPU kernels, interpreted on a CPU, equal plain XLA."""
 
-import contextlib
 import dataclasses
 import functools
 
@@ -11,8 +10,11 @@ import pytest
 from helpers import tiny, tiny_engine
 from helpers.interpreted import (
   assert_equal,
+  attend_to_pages,
+  block_tables,
   interpret_gpu,
   make_kind,
+  prefill_in_chunks,
   with_gradients,
 )
 from jax.experimental.pallas import tpu as pltpu
@@ -20,7 +22,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_kernel,
 )
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm import models, sharding
 from jaxrl_llm.errors import InputError
@@ -86,26 +88,8 @@ def _module(request, monkeypatch):
 
 
 def _block_tables(shards):
-  """Assigns unordered pages to slots and leaves some free."""
-  table = np.full((4, 4), PAGES, np.int32)
-  free = [list(np.random.default_rng(d).permutation(PAGES)) for d in range(2)]
-  for slot, length in enumerate(LENGTHS):
-    for block in range(-(-length // PAGE)):
-      table[slot, block] = free[slot * shards // 4].pop()
-  return models.make_block_tables(
-    table, shards=shards, pages=PAGES, page_size=PAGE
-  )
-
-
-def _filled(kv_cache, tables, share):
-  """Fills pages in use with a number, and free ones with NaN."""
-  fill = np.full((4 // share, PAGES), np.nan, np.float32)
-  for slot, pages in enumerate(tables.page_indices):
-    fill[slot // share, pages[pages < PAGES]] = 0.5
-  put = lambda x: x + fill.reshape(*fill.shape, *[1] * (x.ndim - 2))
-  return jax.tree.map(
-    lambda x: put(x.astype(jnp.float32)).astype(x.dtype), kv_cache
-  )
+  sizes = {"pages": PAGES, "width": 4, "page_size": PAGE}
+  return block_tables(LENGTHS, shards=shards, **sizes)
 
 
 def _qkv(config, queries, time, dtype=jnp.float32, count=4):
@@ -121,19 +105,7 @@ def _qkv(config, queries, time, dtype=jnp.float32, count=4):
 
 
 def _on_pages(backend, tables, q, k, v, dtype=None):
-  """Computes attention of the last queries of slots with all tokens written.
-
-  Queries after the only token of a slot read the fill value of its page.
-  """
-  shards, queries = tables.page_owner.shape[0], q.shape[1]
-  kv_cache = backend.init_paged(shards, PAGES, PAGE, dtype or q.dtype)
-  kv_cache = _filled(kv_cache, tables, 4 // shards)
-  index = np.arange(k.shape[1], dtype=np.int32)
-  index = np.broadcast_to(index, k.shape[:2])
-  writing = index < LENGTHS[:, None]
-  kv_cache = backend.write_paged(kv_cache, k, v, tables, index, writing)
-  last = np.maximum(LENGTHS[:, None] - queries, 0) + np.arange(queries)
-  return backend.paged_attention(q, kv_cache, tables, last.astype(np.int32))
+  return attend_to_pages(backend, tables, LENGTHS, PAGE, q, k, v, dtype)
 
 
 def _both(module, run, config, *arguments, sharding=None):
@@ -233,11 +205,7 @@ class TestPallas:
     q, k, v = _qkv(config, time, time, count=2)
 
     def run(backend, q, k, v):
-      layer, outs = backend.init_contiguous(2, time, jnp.float32), []
-      for start in range(0, time, 6):
-        part = np.s_[:, start : start + 6]
-        layer = backend.write_contiguous(layer, k[part], v[part], start)
-        outs.append(backend.prefill_attention(q[part], layer, start))
+      out, layer = prefill_in_chunks(backend, q, k, v, 6)
       kv_cache = (backend.init_paged(1, 7, PAGE, jnp.float32),)
       table = np.array([[5, 0, 3], [1, 6, 2]], np.int32)
       kv_cache = models.write_pages(kv_cache, (layer,), table[:, None])
@@ -245,8 +213,8 @@ class TestPallas:
         table, shards=1, pages=7, page_size=PAGE
       )
       last = np.full((2, 1), time - 1, np.int32)
-      outs.append(backend.paged_attention(q[:, -1:], kv_cache[0], tables, last))
-      return jnp.concatenate(outs, axis=1)
+      decoded = backend.paged_attention(q[:, -1:], kv_cache[0], tables, last)
+      return jnp.append(out, decoded, axis=1)
 
     got, expected = _both(module, run, config, q, k, v)
     _close(got, expected)
@@ -258,50 +226,34 @@ class TestPallas:
   def test_shards_and_heads_are_read_where_they_lie(
     self, module, shards, heads_axis
   ):
-    mesh = Mesh(
-      np.array(jax.devices()[:4]).reshape(2, 2),
-      ("data", "tensor"),
-      axis_types=(AxisType.Auto,) * 2,
-    )
-    kind, place = make_kind(6, 2), PartitionSpec("data", *heads_axis)
+    four = {"devices": jax.devices()[:4]}
+    mesh = sharding.make_mesh(data=2, fsdp=1, tensor=2, **four)
+    place = NamedSharding(mesh, PartitionSpec("data", *heads_axis))
+    kind = make_kind(6, 2)
     qkv = _qkv(kind, 1, LENGTHS.max())
-    sharding = NamedSharding(mesh, place)
-    _close(*_on_pages_of_both(module, kind, qkv, shards, sharding=sharding))
+    _close(*_on_pages_of_both(module, kind, qkv, shards, sharding=place))
 
   @pytest.mark.slow
   def test_an_engine_writes_the_tokens_that_it_writes_with_xla(self, module):
     config = dataclasses.replace(tiny.tiny_config(), num_layers=1, head_dim=64)
-    rollouts = []
-    for name in ("pallas", "xla"):
+
+    def write(name):
       # Equal settings would return another platform's cached functions.
       chunk = {kernels_tpu: 8, kernels_gpu: 16}[module]
       fns = models.make_policy(config, kernels=name, head_chunk=chunk)
       params = tiny.widen(fns.init(jax.random.key(0)), jax.random.key(1))
-      engine = Engine(
-        fns,
-        EngineConfig(
-          slots=3,
-          max_prompt_length=5,
-          max_response_length=7,
-          stop_tokens=[3],
-          page_size=PAGE,
-        ),
+      sizes = EngineConfig(3, 5, 7, page_size=PAGE, stop_tokens=(3,))
+      return tiny_engine.write(
+        Engine(fns, sizes),
+        fns.for_sampling(params),
+        [[5, 4, 8], [7], [9, 9, 1, 2, 60]],
+        np.arange(6).reshape(3, 2),
+        key=jax.random.key(2),
+        settings=SamplingSettings(),
       )
-      rollouts.append(
-        tiny_engine.write(
-          engine,
-          fns.for_sampling(params),
-          [[5, 4, 8], [7], [9, 9, 1, 2, 60]],
-          np.arange(6).reshape(3, 2),
-          key=jax.random.key(2),
-          settings=SamplingSettings(),
-        )
-      )
-    got, expected = rollouts
-    np.testing.assert_array_equal(got.tokens, expected.tokens)
-    np.testing.assert_allclose(
-      got.behavior_logprobs, expected.behavior_logprobs, atol=1e-5
-    )
+
+    got = write("pallas")
+    tiny_engine.assert_same_responses(got, write("xla"))
     assert len({*map(tuple, got.tokens.tolist())}) > 4
 
 
@@ -422,60 +374,31 @@ class TestPackedAttention:
     )
     np.testing.assert_array_equal(got.data_next[0], following)
 
+
+class TestChoose:
   @pytest.mark.parametrize(
-    "platform, sees", [("cpu", True), ("gpu", True), ("tpu", False)]
-  )
-  def test_all_but_the_kernel_for_tpus_see_prefixes(
-    self, platform, sees, monkeypatch
-  ):
-    monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
-    backend = kernels.choose("auto", [make_kind()])
-    made = backend.make_packed_attention(make_kind(), sharding=None)
-    assert made.sees_prefixes == sees
-    # Equal settings would be found in the cache.
-    config = dataclasses.replace(tiny.tiny_config(), head_dim=64)
-    fns = models.make_policy(config, head_chunk=7 + len(platform) * sees)
-    assert fns.shares_prompts == sees
-
-
-class TestMakeKernels:
-  def _layout(self, name, config):
-    backend = kernels.choose(name, [config]).make_kernels(config, sharding=None)
-    return jax.tree.map(
-      lambda x: x.shape,
-      jax.eval_shape(lambda: backend.init_paged(1, 2, PAGE, jnp.float32)[0]),
-      is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct),
-    )
-
-  XLA = ((1, 2, 2, 64, PAGE), (1, 2, 2, PAGE, 64))
-  TPU = (1, 2, PAGE, 4, 128)
-  GPU = (1, 2, PAGE, 4, 64)
-
-  @pytest.mark.parametrize(
-    "name, platform, layout",
+    "name, platform, chosen",
     [
-      ("auto", "cpu", XLA),
-      ("auto", "gpu", GPU),
-      ("auto", "tpu", TPU),
-      ("xla", "gpu", XLA),
-      ("pallas", "gpu", GPU),
-      ("pallas", "tpu", TPU),
+      ("auto", "cpu", kernels.XLA),
+      ("auto", "gpu", kernels_gpu.PALLAS),
+      ("auto", "tpu", kernels_tpu.PALLAS),
+      ("xla", "gpu", kernels.XLA),
+      ("pallas", "gpu", kernels_gpu.PALLAS),
+      ("pallas", "tpu", kernels_tpu.PALLAS),
     ],
   )
-  def test_a_name_is_a_layout(self, name, platform, layout, monkeypatch):
-    monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
-    assert self._layout(name, make_kind()) == layout
-
-  @pytest.mark.parametrize("platform", ["tpu", "gpu"])
-  def test_pallas_serves_layers_with_and_without_windows(
-    self, platform, monkeypatch
+  def test_a_name_is_a_backend_by_platform(
+    self, name, platform, chosen, monkeypatch
   ):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
-    kinds = [make_kind(size=256), make_kind(size=256, window=512)]
-    backend = kernels.choose("auto", kinds)
-    assert backend is not kernels.XLA
-    made = backend.make_packed_attention(kinds[1], sharding=None)
-    assert not made.sees_prefixes
+    kinds = [make_kind(), make_kind(window=512)]
+    assert kernels.choose(name, kinds) is chosen
+    # No backend sees prefixes through a window, and TPUs none.
+    seen = [
+      chosen.make_packed_attention(kind, sharding=None).sees_prefixes
+      for kind in kinds
+    ]
+    assert seen == [chosen is not kernels_tpu.PALLAS, False]
 
   def test_pallas_is_refused_where_it_cannot_serve(self, monkeypatch):
     with pytest.raises(InputError, match="are cpu; use 'auto' or 'xla'"):
@@ -485,16 +408,12 @@ class TestMakeKernels:
       with pytest.raises(InputError, match=f"head_dim {needed}, but .* has 8"):
         kernels.choose("pallas", [make_kind(size=8)])
 
-  @pytest.mark.parametrize("name, warns", [("auto", True), ("xla", False)])
-  def test_auto_says_that_it_falls_back(self, name, warns, monkeypatch):
+  def test_auto_says_that_it_falls_back(self, monkeypatch):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: "tpu")
-    said = pytest.warns(
-      UserWarning, match="using kernels='xla': 'pallas' needs head_dim"
-    )
-    with said if warns else contextlib.nullcontext():
-      layout = self._layout(name, make_kind(size=8))
-    assert layout == ((1, 2, 2, 8, PAGE), (1, 2, 2, PAGE, 8))
+    said = "using kernels='xla': 'pallas' needs head_dim"
+    with pytest.warns(UserWarning, match=said):
+      assert kernels.choose("auto", [make_kind(size=8)]) is kernels.XLA
 
   def test_an_unknown_name_is_an_error(self):
-    with pytest.raises(ValueError, match="one of .*'pallas'.*, got 'triton'"):
+    with pytest.raises(ValueError, match="kernels='triton', expected one"):
       kernels.choose("triton", [make_kind()])

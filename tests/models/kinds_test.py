@@ -11,6 +11,7 @@ from flax import nnx
 from helpers import packed, tiny
 
 from jaxrl_llm import models, register, sharding
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import families, hf, layers
 from jaxrl_llm.models.families import llama
 
@@ -77,8 +78,8 @@ def test_names_are_known_and_taken_once():
   for own in (FAMILY._replace(written={"a": 1}), FAMILY):  # Rerun cell.
     register.family("pair", own)
     assert families.get("pair") is own
-  with pytest.raises(ValueError, match="multiple of the 2 layers"):
-    dataclasses.replace(CONFIG, num_layers=3)
+  with pytest.raises(InputError, match="config.json: .* the 2 layers that"):
+    models.ModelConfig.from_hf(CONFIG.to_hf() | {"num_hidden_layers": 3})
 
 
 def test_layers_of_a_place_are_stacked():

@@ -6,13 +6,14 @@ import chex
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_run
+from helpers import tiny_experts, tiny_run
 
-from jaxrl_llm import api, digest, models, sync, workdir
+from jaxrl_llm import api, digest, models, sharding, sync, workdir
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import adapters
 from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer.meshes import Meshes
 
 STEPS = 3
 
@@ -159,3 +160,11 @@ def test_what_does_not_go_together_is_refused(model, changes, problem):
 def test_targets_that_no_layer_has_are_refused(model):
   with pytest.raises(InputError, match="lora_targets.*attention/q"):
     make_run(model, model__lora_targets=("atention",))
+
+
+def test_a_target_that_gives_no_layer_an_adapter_is_refused(model):
+  targets = {"model__lora_targets": ("mlp",)}  # Not the router.
+  config = tiny_run.make_config(model, model__lora_rank=2, **targets)
+  mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
+  with pytest.raises(InputError, match="no layer .* would have an adapter"):
+    build.make_fns(config, tiny_experts.CONFIG, Meshes(mesh, mesh))

@@ -9,6 +9,8 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxrl_llm.models.rope import show
+
 
 class Family(NamedTuple):
   """Describes how the `config.json` and the weights of a family are read."""
@@ -40,16 +42,25 @@ class Family(NamedTuple):
 
 
 REGISTERED: dict[str, Family] = {}  # Added by `register.family`.
+_SHIPPED = [module.name for module in pkgutil.iter_modules(__path__)]
 
 
 def names() -> list[str]:
   """Returns the names of all families."""
-  files = (module.name for module in pkgutil.iter_modules(__path__))
-  return sorted({*files, *REGISTERED})
+  return sorted({*_SHIPPED, *REGISTERED})
 
 
-def get(name: str) -> Family:
-  """Returns a family by its name, one of `names`."""
+def get(name: Any) -> Family:
+  """Returns a family by its name, which may come from an untrusted file.
+
+  Raises:
+    ValueError: There is no such family.
+  """
+  if name not in names():
+    raise ValueError(
+      f"model_type {show(name)} is not supported; use a model of type"
+      f" {', '.join(names())}"
+    )
   if name in REGISTERED:
     return REGISTERED[name]
   return importlib.import_module(f"{__name__}.{name}").FAMILY
