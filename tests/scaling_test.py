@@ -282,6 +282,17 @@ class TestEstimate:
     parameters = self.sizes().parameters
     assert two.sent - one.sent == pytest.approx(4 * parameters / 4)
 
+  @pytest.mark.parametrize("platform, size", [("tpu", 2), ("gpu", 4)])
+  @pytest.mark.parametrize("policy, sums", [("full", 8), ("dots", 7)])
+  def test_tensor_groups_sum_products(self, platform, size, policy, sums):
+    # As compiled for h100:4 and, for scores, for v5e:2x2.
+    sizes = self.sizes(platform=platform, kernels="xla", fsdp=1, tensor=2)
+    sizes.config.model.remat_policy = policy
+    each = 8 * 16_384 * 28 * 3584 * size
+    for update, count in ((False, 2), (True, sums)):
+      work = account.passes(sizes, "value", update=update)[0]
+      assert work.sent == pytest.approx(count * each)
+
   def test_what_is_kept_is_not_computed_again(self):
     flops, kept = {}, {}
     for policy in ("full", "dots", "none"):
