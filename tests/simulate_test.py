@@ -429,18 +429,14 @@ class TestScript:
     assert "simulated" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "schedules.png").stat().st_size > 10_000
 
-  def test_takes_measured_windows_and_lengths(self, tmp_path, capsys):
+  def test_takes_lengths_and_assumptions(self, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    windows, lengths = tmp_path / "windows.csv", tmp_path / "lengths.npy"
-    rows = [f"8,{n},512,0,0,{0.1 * n}" for n in range(1, 9)]
-    windows.write_text("\n".join(rows))
+    lengths = tmp_path / "lengths.npy"
     np.save(lengths, np.arange(1, 60))
-    flags = [f"--measured={windows}", f"--lengths={lengths}", "--cost=cpu"]
-    flags += ["--assume=train_token_s=0.5"]
+    flags = [f"--lengths={lengths}", "--assume=scheduler_step_s=0.5"]
     assert script.main([*self.small, *flags, f"--out={tmp_path}"]) == 0
-    printed = capsys.readouterr().out
-    assert "lengths.npy" in printed and "lag" not in printed
-    assert "train_token_s 0.5" in (tmp_path / "table.md").read_text()
+    assert "lengths.npy" in capsys.readouterr().out
+    assert "scheduler_step_s 0.5" in (tmp_path / "table.md").read_text()
 
   def test_an_empty_file_is_one_line(self, tmp_path, capsys):
     for name in ("empty.npy", "empty.csv"):
@@ -457,8 +453,6 @@ class TestScript:
       (["--median=x"], "'x' is not a number"),
       (["--seed=-1"], "--seed=-1 must be at least 0"),
       (["--median=5,9"], "equally many numbers"),
-      (["--cost=cpu"], "--measured"),
-      (["--cost=cpu", "--measured=nowhere.csv"], "nowhere.csv"),
       (["--lengths=nowhere.npy"], "nowhere.npy"),
       (["--assume=wheels=4"], "bandwidth"),
       (["--assume=devices=none"], "'none' is not a number"),
