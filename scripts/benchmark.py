@@ -22,7 +22,14 @@ import os
 import sys
 from typing import Any
 
-from benchmarks import checkpoints, peers, summary, train_steps, workloads
+from benchmarks import (
+  checkpoints,
+  peers,
+  summary,
+  tail,
+  train_steps,
+  workloads,
+)
 from parts import program
 
 from jaxrl_llm.errors import InputError
@@ -84,17 +91,10 @@ def make_parser() -> argparse.ArgumentParser:
   parser = program.make_parser(__doc__)
   parser.add_argument("part", metavar="PART", help=", ".join(PARTS))
   add = parser.add_argument
-  add("--shape", default="tiny", help=", ".join(peers.SHAPES))
+  tail.add_flags(parser)
   help_ = "of the sampler's weights and matrix products"
   add("--sampler_dtype", **program.DTYPE, help=help_)
-  add("--batch", type=int, default=16, help="responses")
   add("--slots", type=int, help="of the sampler; default: --batch")
-  add("--group_size", type=int, default=4, help="responses per prompt")
-  add("--prompt_length", type=int, default=64, help="tokens")
-  add("--new_tokens", type=int, default=128, help="tokens per response")
-  add("--prompts", type=int, default=64, help="of rollouts")
-  add("--median", type=int, default=64, help="tokens per response of rollouts")
-  add("--p99", type=int, default=512, help="tokens per response of rollouts")
   add("--micro_batch_size", type=int, default=4, help="rows per gradient")
   row = "capacity of a packed row; by default one prompt and response"
   add("--max_tokens_per_row", type=int, help=row)

@@ -200,9 +200,8 @@ def test_config_files_import_only_the_defaults():
 
 
 def test_scripts_leave_models_and_optimizers_to_the_library():
-  # Tunix needs flax in its callers; the shipped bases are trained with a
-  # separate schedule.
-  allowed = {"peer_rollouts": {"flax"}, "pretraining": {"optax"}}
+  # The shipped bases are trained with a separate schedule.
+  allowed = {"pretraining": {"optax"}}
   found = lambda path: _libraries(path) & {"flax", "optax"}
   assert not _faults(
     _files("scripts"), lambda path: found(path) - allowed.get(path.stem, set())
