@@ -265,25 +265,6 @@ class TestPipelined:
     assert np.all(trace["step_s"] > least)
 
 
-class TestBadNumbers:
-  @pytest.mark.parametrize(
-    "run, said",
-    [
-      (lambda x: _in_turns(x, groups=0), "groups and steps"),
-      (lambda x: _in_turns(x, steps=0), "groups and steps"),
-      (lambda x: _in_turns(x, window=-1), "window"),
-      (lambda x: _in_turns(x, in_flight=9), "in_flight"),
-      (lambda x: _in_turns(x, group_size=3), r"\(60, 4\)"),
-      (lambda x: _asynchronous(x, lag=-1), "lag"),
-      (lambda x: _pipelined(x, lag=-1), "lag"),
-      (lambda x: _in_turns(x, slots=0), "slots"),
-    ],
-  )
-  def test_are_refused(self, run, said):
-    with pytest.raises(ValueError, match=said):
-      run(_drawn())
-
-
 class TestPredict:
   @pytest.mark.parametrize(
     "count, rule",
