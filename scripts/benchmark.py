@@ -89,7 +89,7 @@ def run(options) -> dict[str, Any]:
 
 def make_parser() -> argparse.ArgumentParser:
   parser = program.make_parser(__doc__)
-  parser.add_argument("part", metavar="PART", help=", ".join(PARTS))
+  parser.add_argument("part", choices=PARTS)
   add = parser.add_argument
   tail.add_flags(parser)
   help_ = "of the sampler's weights and matrix products"
@@ -118,12 +118,6 @@ def check(options) -> None:
   Raises:
     InputError: one of them cannot be used.
   """
-  if options.part not in PARTS:
-    known = ", ".join(PARTS)
-    raise InputError(f"PART {options.part!r} must be one of {known}")
-  if options.shape not in peers.SHAPES:
-    known = ", ".join(peers.SHAPES)
-    raise InputError(f"--shape {options.shape!r} must be one of {known}")
   counts = [name for name, x in vars(options).items() if type(x) is int]
   program.check_ranges(options, **dict.fromkeys(counts, (1, math.inf)))
   longest = options.prompt_length + options.new_tokens

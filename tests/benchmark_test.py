@@ -188,8 +188,6 @@ class TestScript:
   @pytest.mark.parametrize(
     "arguments, message",
     [
-      (["bogus"], "PART 'bogus' must be one of sampler, rollouts"),
-      (["sampler", "--shape=7b"], "--shape '7b' must be one of tiny"),
       (["sampler", "--batch=0"], "--batch=0 must be at least 1"),
       (["train_step", "--batch=6"], "--batch=6 must be a multiple of"),
       (["train_step", "--max_tokens_per_row=9"], "_per_row=9 must fit"),

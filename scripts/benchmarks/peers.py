@@ -48,18 +48,17 @@ _ALIASES = {"smollm2-135m": ("smollm2", "smollm135m")}
 COMPARED = {
   "sampler": ("tokens_per_s", "best_tokens_per_s", "cpu_s"),
   "rollouts": ("tokens_per_s", "best_tokens_per_s"),
-  "train_step": (
-    *("step_s", "best_step_s", "step_cpu_s", "generate_s", "update_s"),
-    *("update_tokens_per_s", "peak_rss_gib"),
-  ),
+  "train_step": "step_s best_step_s step_cpu_s generate_s update_s"
+  " update_tokens_per_s peak_rss_gib".split(),
   "estimators": ("gae_s", "group_relative_s", "length_adaptive_lambda_s"),
 }
 # Other spellings of a key, most specific first: a program may use the same name
 # for a part of its step and for something else.
 _SPELLINGS = {
   "tokens_per_s": ("sampler.tokens_per_s", "generate_tokens_per_s"),
-  "best_tokens_per_s": tuple(
-    "sampler.best_tokens_per_s generate_best_tokens_per_s".split()
+  "best_tokens_per_s": (
+    "sampler.best_tokens_per_s",
+    "generate_best_tokens_per_s",
   ),
   "cpu_s": ("sampler.cpu_s",),
   "step_cpu_s": ("grpo.cpu_s",),

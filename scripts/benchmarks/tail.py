@@ -11,7 +11,7 @@ _QUANTILE = 2.3263  # 99th percentile of the standard normal distribution.
 def add_flags(parser: argparse.ArgumentParser) -> None:
   """Adds the flags of a workload."""
   add = parser.add_argument
-  add("--shape", default="tiny", help=", ".join(SHAPES))
+  add("--shape", default="tiny", choices=SHAPES)
   add("--batch", type=int, default=16, help="responses")
   add("--group_size", type=int, default=4, help="responses per prompt")
   add("--prompt_length", type=int, default=64, help="tokens")
