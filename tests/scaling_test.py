@@ -362,12 +362,6 @@ class TestEstimate:
     assert config.sampler.mesh.fsdp == 4 and config.sampler.mesh.tensor == 8
     assert config.optimizer.value.micro_batch_size == 2
 
-  def test_bytes_by_shardings(self):
-    mesh = sharding.make_mesh(**MESH)
-    place = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
-    shape = jax.ShapeDtypeStruct((8, 6), np.float32, sharding=place)
-    assert sharding.bytes_per_device({"a": [shape, shape]}) == 2 * 8 * 6 * 4 / 8
-
 
 _PRESET = "--config=configs/vapo.py:qwen2.5-32b"
 
