@@ -419,13 +419,13 @@ class TestScript:
     assert "lengths.npy" in capsys.readouterr().out
     assert "scheduler_step_s 0.5" in (tmp_path / "table.md").read_text()
 
-  def test_an_empty_file_is_one_line(self, tmp_path, capsys):
-    for name in ("empty.npy", "empty.csv"):
-      (tmp_path / name).write_bytes(b"")
-      flag = f"--lengths={tmp_path / name}"
-      assert script.main([*self.small, flag, f"--out={tmp_path}"]) == 2
-      error = capsys.readouterr().err
-      assert name in error and error.count("\n") == 1
+  @pytest.mark.parametrize("name", ["empty.npy", "empty.csv"])
+  @pytest.mark.filterwarnings("ignore:loadtxt")
+  def test_an_empty_file_is_one_line(self, tmp_path, name):
+    file = tmp_path / name
+    file.touch()
+    flags = f"--lengths={file}", f"--out={tmp_path}"
+    assert name in programs.refused(script.main, *self.small, *flags)
 
   @pytest.mark.parametrize(
     "flags, said",

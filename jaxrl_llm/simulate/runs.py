@@ -79,7 +79,8 @@ def pipelined(
     batch = collected.batch.responses.rollout
     trained_s = synced_s[-1]
     for arrived_s, group in arrivals or [(engine.seconds, batch)]:
-      trained_s = max(trained_s, arrived_s) + log.train_s(group, steps=0)
+      trained_s = max(trained_s, arrived_s)
+      trained_s += log.train_s(group) - cost.train_step_s
     synced_s.append(trained_s + cost.train_step_s + cost.sync_s)
     rest = [] if state.store is None else [state.store]
     if not (lag or streaming):
@@ -161,10 +162,9 @@ class _StepLog:
     # At the last weight update: time, counters, and lengths by sample id.
     self._start_s, self._stats, self._older = 0.0, self.engine.stats, {}
 
-  def train_s(self, batch: Rollout, steps: int = 1) -> float:
-    """Returns the seconds of a batch's gradients and of `steps` updates."""
-    work_s = self._cost.train_s(batch.prompt_lengths + batch.lengths)
-    return work_s - (1 - steps) * self._cost.train_step_s
+  def train_s(self, batch: Rollout) -> float:
+    """Returns the seconds of an update on a batch."""
+    return self._cost.train_s(batch.prompt_lengths + batch.lengths)
 
   def record(
     self,

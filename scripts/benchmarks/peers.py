@@ -126,7 +126,7 @@ def read_numbers(
 
 
 def _of_shape(record: Mapping[str, Any], shape: str) -> Mapping[str, Any]:
-  """Returns the part of a record for a shape, with several rounds joined."""
+  """Returns the part of a record for a shape."""
   names = (shape, *_ALIASES.get(shape, ()))
   results = record.get("results")
   if not isinstance(results, Mapping):
@@ -136,12 +136,7 @@ def _of_shape(record: Mapping[str, Any], shape: str) -> Mapping[str, Any]:
   found = next((results[name] for name in names if name in results), None)
   if not isinstance(found, Mapping):
     raise InputError(f"it measured {sorted(results)}, not {shape!r}")
-  found = found.get("trl", found)
-  if not isinstance(found, list):
-    return found
-  rounds = {k: [row.get(k) for row in found] for k in found[0]}
-  rounds = {k: list(filter(_is_positive, v)) for k, v in rounds.items()}
-  return {k: values for k, values in rounds.items() if values}
+  return found.get("trl", found)
 
 
 def _at(record: Mapping[str, Any], path: str) -> Any:
