@@ -87,15 +87,12 @@ def measure_tail(
   options: argparse.Namespace, limit_s: float
 ) -> Iterator[Numbers]:
   """Measures generation time of full rollouts and of windows."""
-  rates, begin_s = {}, time.monotonic()
+  rates = {}
   settings = {"value.pretrain_steps": 0, "eval.problems": 2, "eval.samples": 1}
   settings["run.steps"] = _TAIL_STEPS[options.sizes]
   flags = [f"--config.{key}={value}" for key, value in settings.items()]
   for name, method in (("full", "vapo"), ("windows", "tppo")):
-    left = limit_s - (time.monotonic() - begin_s)
-    if name == "full":
-      left /= 2
-    rows = train([f"--config={method}:long_tail", *flags], left)
+    rows = train([f"--config={method}:long_tail", *flags], limit_s / 2)
     if not (rows := rows[1 + _WARM_UP :]):
       raise InputError(f"{name}: no step after the warm-up in {limit_s:.0f} s")
     keys = "time/generate_s", "rollout/decode_steps", "rollout/tokens"
