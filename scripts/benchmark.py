@@ -46,10 +46,7 @@ PARTS = {
   "prefill": (workloads.measure_prefill, _MODEL),
   "simulator": (workloads.measure_simulator, _TAIL),
   "train_step": (train_steps.measure_train_step, _STEP),
-  "estimators": (
-    workloads.measure_estimators,
-    "rows length group_size repeats",
-  ),
+  "estimators": (workloads.measure_estimators, "rows length repeats"),
   "checkpoint": (checkpoints.measure_checkpoint, "megabytes repeats"),
 }
 

@@ -50,7 +50,7 @@ COMPARED = {
   "rollouts": ("tokens_per_s", "best_tokens_per_s"),
   "train_step": "step_s best_step_s step_cpu_s generate_s update_s"
   " update_tokens_per_s peak_rss_gib".split(),
-  "estimators": ("gae_s", "group_relative_s", "length_adaptive_lambda_s"),
+  "estimators": ("gae_s",),
 }
 # Other spellings of a key, most specific first: a program may use the same name
 # for a part of its step and for something else.
