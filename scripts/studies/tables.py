@@ -48,18 +48,19 @@ def _study(section: Mapping[str, str]) -> Study:
     changes = [*shlex.split(section["settings"]), *changes]
     pairs = dict(change.split("=", 1) for change in changes)
     variants.append(Variant(name, method, pairs))
-  return Study(
-    title=section["title"],
-    question=section["question"],
-    variants=tuple(variants),
-    preset=section.get("preset", ""),
-    target=float(section.get("target", "0.8")),
-    axes=section.get("axes", "tokens").split(),
-    leads=section.get("leads", "steps tokens").split(),
-    drawn=section.get("drawn", "").splitlines(),
-  )
+  study = Study(section["title"], section["question"], tuple(variants))
+  given = {k: read(section[k]) for k, read in _OPTIONAL.items() if k in section}
+  return study._replace(**given)
 
 
+# Field with a default -> reads its text.
+_OPTIONAL = {
+  "preset": str,
+  "target": float,
+  "axes": str.split,
+  "leads": str.split,
+  "drawn": str.splitlines,
+}
 _PARSER = configparser.ConfigParser(
   interpolation=configparser.ExtendedInterpolation(), delimiters="="
 )
