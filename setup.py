@@ -102,6 +102,7 @@ setuptools.setup(
   package_data={
     "jaxrl_llm": ["assets/**/*", "py.typed"],
     "jaxrl_llm.docs": ["settings.md"],  # Read by errors for unknown keys.
+    "jaxrl_llm.scripts.studies": ["studies.ini"],
   },
   entry_points={
     "console_scripts": [

@@ -26,6 +26,7 @@ import contextlib
 import datetime
 import functools
 import json
+import math
 import os
 import pathlib
 import re
@@ -86,15 +87,12 @@ def measure_tail(
   options: argparse.Namespace, limit_s: float
 ) -> Iterator[Numbers]:
   """Measures generation time of full rollouts and of windows."""
-  rates, begin_s = {}, time.monotonic()
+  rates = {}
   settings = {"value.pretrain_steps": 0, "eval.problems": 2, "eval.samples": 1}
   settings["run.steps"] = _TAIL_STEPS[options.sizes]
   flags = [f"--config.{key}={value}" for key, value in settings.items()]
   for name, method in (("full", "vapo"), ("windows", "tppo")):
-    left = limit_s - (time.monotonic() - begin_s)
-    if name == "full":
-      left /= 2
-    rows = train([f"--config={method}:long_tail", *flags], left)
+    rows = train([f"--config={method}:long_tail", *flags], limit_s / 2)
     if not (rows := rows[1 + _WARM_UP :]):
       raise InputError(f"{name}: no step after the warm-up in {limit_s:.0f} s")
     keys = "time/generate_s", "rollout/decode_steps", "rollout/tokens"
@@ -127,10 +125,9 @@ def measure_training(
 # Settings of GRPO on GSM8K; braces contain flags of this program.
 _GSM8K = """model.path={model} data.path={data} model.dtype=bfloat16
 run.steps=1000 eval.problems=64 eval.greedy=True eval.every=25"""
-_Part = Callable[[argparse.Namespace, float], Iterator[Numbers]]
 # Name -> function that measures the part, and its share of the time. Time that
 # a part does not use goes to the later parts.
-PARTS: dict[str, tuple[_Part, float]] = {
+PARTS: dict[str, tuple[Callable[..., Iterator[Numbers]], float]] = {
   **{
     name: (functools.partial(on_device, name), share)
     for name, share in zip(devices.PARTS, (30, 130, 130, 60, 60))
@@ -231,8 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
       raise InputError(f"--parts: {name!r} must be one of {', '.join(PARTS)}")
     if name not in every:
       raise InputError(f"--parts={name} needs --model and --data")
-  if options.seconds <= 0:
-    raise InputError(f"--seconds={options.seconds:g} must be more than 0")
+  program.check_ranges(options, seconds=(1, math.inf))
   # A separate process queries the device, so that this one does not hold it.
   found = "import json, jax; d = jax.devices()[0];"
   found += "print(json.dumps({'platform': d.platform, 'kind': d.device_kind}))"

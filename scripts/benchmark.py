@@ -22,7 +22,14 @@ import os
 import sys
 from typing import Any
 
-from benchmarks import checkpoints, peers, summary, train_steps, workloads
+from benchmarks import (
+  checkpoints,
+  peers,
+  summary,
+  tail,
+  train_steps,
+  workloads,
+)
 from parts import program
 
 from jaxrl_llm.errors import InputError
@@ -39,10 +46,7 @@ PARTS = {
   "prefill": (workloads.measure_prefill, _MODEL),
   "simulator": (workloads.measure_simulator, _TAIL),
   "train_step": (train_steps.measure_train_step, _STEP),
-  "estimators": (
-    workloads.measure_estimators,
-    "rows length group_size repeats",
-  ),
+  "estimators": (workloads.measure_estimators, "rows length repeats"),
   "checkpoint": (checkpoints.measure_checkpoint, "megabytes repeats"),
 }
 
@@ -82,19 +86,12 @@ def run(options) -> dict[str, Any]:
 
 def make_parser() -> argparse.ArgumentParser:
   parser = program.make_parser(__doc__)
-  parser.add_argument("part", metavar="PART", help=", ".join(PARTS))
+  parser.add_argument("part", choices=PARTS)
   add = parser.add_argument
-  add("--shape", default="tiny", help=", ".join(peers.SHAPES))
+  tail.add_flags(parser)
   help_ = "of the sampler's weights and matrix products"
   add("--sampler_dtype", **program.DTYPE, help=help_)
-  add("--batch", type=int, default=16, help="responses")
   add("--slots", type=int, help="of the sampler; default: --batch")
-  add("--group_size", type=int, default=4, help="responses per prompt")
-  add("--prompt_length", type=int, default=64, help="tokens")
-  add("--new_tokens", type=int, default=128, help="tokens per response")
-  add("--prompts", type=int, default=64, help="of rollouts")
-  add("--median", type=int, default=64, help="tokens per response of rollouts")
-  add("--p99", type=int, default=512, help="tokens per response of rollouts")
   add("--micro_batch_size", type=int, default=4, help="rows per gradient")
   row = "capacity of a packed row; by default one prompt and response"
   add("--max_tokens_per_row", type=int, help=row)
@@ -118,12 +115,6 @@ def check(options) -> None:
   Raises:
     InputError: one of them cannot be used.
   """
-  if options.part not in PARTS:
-    known = ", ".join(PARTS)
-    raise InputError(f"PART {options.part!r} must be one of {known}")
-  if options.shape not in peers.SHAPES:
-    known = ", ".join(peers.SHAPES)
-    raise InputError(f"--shape {options.shape!r} must be one of {known}")
   counts = [name for name, x in vars(options).items() if type(x) is int]
   program.check_ranges(options, **dict.fromkeys(counts, (1, math.inf)))
   longest = options.prompt_length + options.new_tokens

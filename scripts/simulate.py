@@ -3,19 +3,15 @@
     python scripts/simulate.py [--out=runs/simulate]
     python scripts/simulate.py --median=1024 --max=8192 --p99=2,4,8 --slots=256
     python scripts/simulate.py --assume=devices=16 --assume=train_forwards=10
-    python scripts/simulate.py --cost=cpu --measured=calls.csv --lengths=FILE
+    python scripts/simulate.py --lengths=FILE
 
-Nothing runs on a device, and every number is simulated. --cost=accelerator
-derives its costs from device specifications (--assume changes one, see
-jaxrl_llm.simulate.accelerator). --cost=cpu fits its costs to measured decode
-calls (--assume adds others, see CostModel; training is free by default) and
-omits asynchronous runs, because one machine cannot sample and train at the same
-time. Prints a table for every tail of the length distribution; writes
-OUT/table.md and OUT/schedules.png.
+Nothing runs on a device, and every number is simulated. Costs are derived from
+device specifications; --assume changes one, see jaxrl_llm.simulate.accelerator.
+Prints a table for every tail of the length distribution; writes OUT/table.md
+and OUT/schedules.png.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -29,8 +25,6 @@ from jaxrl_llm import report, simulate
 from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.report.figure import figure, name_lines
 
-# Columns of a decode call, see sampling.stats.DecodeCall.
-_MEASURED = "SLOTS,STEPS,CAPACITY,PREFILLS,PREFILL_TOKENS,SECONDS"
 # Formats of table columns that are not printed with three digits.
 _FORMATS = {
   "x static": ".2f",
@@ -52,21 +46,10 @@ _MEANINGS = {
 }
 
 
-def make_cost(options, share: float | None = None) -> simulate.CostModel:
-  """Makes the cost model from specifications or measured calls.
-
-  Args:
-    options: flags.
-    share: fraction of the devices that sample while the others train; None if
-      all devices alternate between both.
-  """
-  stated = inspect.signature(simulate.accelerator).parameters
-  known = list(stated)
-  if options.cost == "cpu":
-    fields = dataclasses.fields(simulate.CostModel)
-    known = [field.name for field in fields if field.name.endswith("_s")]
-  assumed = {}
-  for text in options.assume:
+def read_assumptions(texts: list[str]) -> dict[str, float]:
+  """Returns the arguments of `simulate.accelerator` that --assume gives."""
+  known, assumed = inspect.signature(simulate.accelerator).parameters, {}
+  for text in texts:
     name, _, value = text.partition("=")
     if name not in known:
       raise InputError(
@@ -75,33 +58,41 @@ def make_cost(options, share: float | None = None) -> simulate.CostModel:
     assumed[name] = _number(f"--assume={name}", value, float)
     if not 0 < assumed[name] < np.inf:
       raise InputError(f"--assume={text}: the number must be above 0")
-  if options.cost == "accelerator":
-    if share is not None:
-      devices = assumed.get("devices", stated["devices"].default)
-      assumed["devices"] = share * devices
-      assumed["train_devices"] = devices - share * devices
+  return assumed
+
+
+def make_cost(
+  assumed: dict[str, float], share: float | None = None
+) -> simulate.CostModel:
+  """Makes the cost model from specifications.
+
+  Args:
+    assumed: arguments of `simulate.accelerator`.
+    share: fraction of the devices that sample while the others train; None if
+      all devices alternate between both.
+  """
+  if share is None:
     return simulate.accelerator(**assumed)
-  if options.measured is None:
-    raise InputError(
-      f"--cost=cpu needs --measured=FILE with a line {_MEASURED} for each"
-      " decode call"
-    )
-  with _numbers_of("--measured", options.measured):
-    fitted = simulate.fit(_table(options.measured))
-  return dataclasses.replace(fitted, **assumed)
+  stated = inspect.signature(simulate.accelerator).parameters["devices"]
+  devices = assumed.get("devices", stated.default)
+  apart = {"devices": share * devices}
+  apart["train_devices"] = devices - share * devices
+  return simulate.accelerator(**assumed | apart)
 
 
 def make_lines(options) -> list[tuple[str, int, dict[float, np.ndarray]]]:
   """Returns (title, maximum length, lengths by tail) per column of panels."""
   size = options.groups * options.steps, options.group_size
   if options.lengths is not None:
-    with _numbers_of("--lengths", options.lengths):
-      trace = _table(options.lengths)
-      whole = trace.reshape(-1).astype(np.int64)
-      lengths = simulate.resample(whole, *size, seed=options.seed)
+    path = pathlib.Path(options.lengths)
+    text = functools.partial(np.loadtxt, delimiter=",")
+    read = np.load if path.suffix == ".npy" else text
+    advice = "give a .npy file, or comma-separated text"
+    with as_input_error(f"--lengths={path}", advice, ValueError, EOFError):
+      trace = read(path).reshape(-1).astype(np.int64)
+      lengths = simulate.resample(trace, *size, seed=options.seed)
     tail = round(float(np.quantile(trace, 0.99) / np.median(trace)), 2)
-    name = pathlib.Path(options.lengths).name
-    return [(name, int(trace.max()), {tail: lengths})]
+    return [(path.name, int(trace.max()), {tail: lengths})]
   if len(options.median) != len(options.max):
     raise InputError(
       f"--median and --max must have equally many numbers, got"
@@ -124,9 +115,8 @@ def make_comparison(options) -> simulate.Comparison:
   """Makes the comparison from the flags that are named like its fields."""
   names = {field.name for field in dataclasses.fields(simulate.Comparison)}
   given = {k: v for k, v in vars(options).items() if k in names}
-  price = functools.partial(make_cost, options)
-  at_once = options.cost == "accelerator"
-  return simulate.Comparison(**given, at_once=at_once, price=price)
+  price = functools.partial(make_cost, options.assume)
+  return simulate.Comparison(**given, price=price)
 
 
 def make_table(summaries: dict[str, dict[str, float]]) -> str:
@@ -143,12 +133,12 @@ def make_table(summaries: dict[str, dict[str, float]]) -> str:
 def describe(cost: simulate.CostModel) -> str:
   """Describes the cost model in one line."""
   fields = dataclasses.asdict(cost)
-  of_what = "padded programs" if fields.pop("padded") else "used capacity"
+  del fields["padded"]
   plane = "{:.3g} + {:.3g} slots + {:.3g} KV tokens"
   planes = (plane.format(*each) for each in fields.pop("decode"))
   decode = ", or if larger ".join(planes)
   rest = ", ".join(f"{key} {value:.3g}" for key, value in fields.items())
-  return f"Costs of {of_what}: seconds per decode step {decode}; {rest}."
+  return f"Costs of used capacity: seconds per decode step {decode}; {rest}."
 
 
 def draw(title: str, lines: list, path: pathlib.Path) -> None:
@@ -186,7 +176,7 @@ def run(options) -> None:
     f"{options.slots} slots, {options.groups} prompts x {options.group_size}"
     f" responses per step, steps {options.steps // 3 + 1} to {options.steps},"
     f" prompts of {options.prompt_length} tokens.",
-    describe(make_cost(options)),
+    describe(make_cost(options.assume)),
   ]
   comparison, drawn = make_comparison(options), []
   for title, longest, tails in make_lines(options):
@@ -204,7 +194,7 @@ def run(options) -> None:
   text = "\n\n".join(parts) + "\n"
   (out / "table.md").write_text(text, encoding="utf-8")
   batch = f"{options.groups} x {options.group_size} responses per step"
-  heading = f"Simulated ({options.cost}): {options.slots} slots, {batch}"
+  heading = f"Simulated: {options.slots} slots, {batch}"
   draw(heading, drawn, out / "schedules.png")
 
 
@@ -225,8 +215,6 @@ def make_parser() -> argparse.ArgumentParser:
   add("--over_provision", default="1.1,1.5", help="started / trained groups")
   add("--max_staleness", type=float, default=4, help="with these, in steps")
   add("--lags", default="1,2,4", help="of asynchronous runs, in steps")
-  add("--cost", choices=("accelerator", "cpu"), default="accelerator")
-  add("--measured", metavar="FILE", help=f"lines {_MEASURED}")
   add("--assume", **program.REPEATED, metavar="NAME=VALUE")
   add("--seed", type=int, default=0)
   add("--out", default="runs/simulate", help="folder")
@@ -251,6 +239,7 @@ def check(options) -> None:
   limits = dict.fromkeys((*sizes, "max_staleness"), (1, np.inf))
   limits |= {"between": (0, 1), "window": (0, 1), "seed": (0, np.inf)}
   program.check_ranges(options, **limits)
+  options.assume = read_assumptions(options.assume)
 
 
 def _number(name: str, text: str, kind: type) -> float:
@@ -261,18 +250,6 @@ def _number(name: str, text: str, kind: type) -> float:
   if np.isnan(value):
     raise InputError(f"{name}: {text!r} is not a number")
   return value
-
-
-def _table(path: str) -> np.ndarray:
-  """Reads numbers from a .npy file or comma-separated text."""
-  read = functools.partial(np.loadtxt, delimiter=",", ndmin=1)
-  return (np.load if path.endswith(".npy") else read)(path)
-
-
-def _numbers_of(flag: str, path: str) -> contextlib.AbstractContextManager:
-  """Turns errors of reading numbers from a file into an InputError."""
-  advice = "give a .npy file, or comma-separated text"
-  return as_input_error(f"{flag}={path}", advice, ValueError, EOFError)
 
 
 @program.one_line

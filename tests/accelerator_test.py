@@ -178,7 +178,7 @@ def test_training_that_fails_or_has_no_time_says_so():
   [
     (["--parts=decode,x"], "--parts: 'x' must be one of device, decode"),
     (["--parts=gsm8k"], "--parts=gsm8k needs --model and --data"),
-    (["--seconds=0"], "--seconds=0 must be more than 0"),
+    (["--seconds=0"], "--seconds=0.0 must be at least 1"),
   ],
 )
 def test_bad_flags_are_one_line(flags, problem):

@@ -57,12 +57,11 @@ def test_last_json_object(text, found):
   assert peers.last_json_object(text) == found
 
 
-# Records of CPU seconds, of several rounds, and without any structure.
+# Records of CPU seconds, and without any structure.
 _CPU = {
   "sampler": {"cpu_s": [3.0, 1.0, 2.0]},
   "grpo": {"cpu_s": [9.0, 4.0, 5.0]},
 }
-_ROUNDS = [{"grpo_step_s": s, "load": [1.0]} for s in (1.0, 5.0, 3.0)]
 _FLAT = {"tokens_per_s": 5, "step_s": 2.0, "update_s": 1.0, "note": "x"}
 
 
@@ -89,10 +88,6 @@ class TestReadNumbers:
         | {"update_tokens_per_s": 380.0, "peak_rss_gib": 2.0},
       ),
       (_TRL, "sampler", "tiny", {"tokens_per_s": 1.0}),
-      (
-        *({"results": {"tiny": {"trl": _ROUNDS}}}, "train_step", "tiny"),
-        {"step_s": 3.0},
-      ),
       (_FLAT, "sampler", "tiny", {"tokens_per_s": 5.0}),
       (_FLAT, "train_step", "tiny", {"step_s": 2.0, "update_s": 1.0}),
     ],
@@ -127,13 +122,6 @@ class TestSpeedRatios:
       "step_s": 0.5,
       "peak_rss_gib": 2.0,
     }
-
-
-class TestSummarize:
-  def test_median_and_spread(self):
-    found = summary.summarize({"x": [3.0, 1.0, 2.0], "y": [1.0, 2.0]})
-    assert found["medians"] == {"x": 2.0, "y": 1.5}
-    assert found["spread"] == {"x": [1.0, 3.0], "y": [1.0, 2.0]}
 
 
 class TestRunProgram:
@@ -188,8 +176,6 @@ class TestScript:
   @pytest.mark.parametrize(
     "arguments, message",
     [
-      (["bogus"], "PART 'bogus' must be one of sampler, rollouts"),
-      (["sampler", "--shape=7b"], "--shape '7b' must be one of tiny"),
       (["sampler", "--batch=0"], "--batch=0 must be at least 1"),
       (["train_step", "--batch=6"], "--batch=6 must be a multiple of"),
       (["train_step", "--max_tokens_per_row=9"], "_per_row=9 must fit"),
@@ -208,9 +194,8 @@ class TestScript:
     assert record["settings"]["length"] == 70
     medians = record["medians"]
     assert medians["gae_difference_max"] < 1e-5
-    for name in ("gae_s", "group_relative_s", "length_adaptive_lambda_s"):
-      low, high = record["spread"][name]
-      assert 0 < low <= medians[name] <= high
+    low, high = record["spread"]["gae_s"]
+    assert 0 < low <= medians["gae_s"] <= high
     assert record["ratios"]["numpy_loop"]["gae_s"] == pytest.approx(
       medians["numpy_loop_gae_s"] / medians["gae_s"]
     )

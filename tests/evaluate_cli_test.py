@@ -33,12 +33,6 @@ def _evaluate(*flags):
   return json.loads(output.splitlines()[-1])
 
 
-def _trees_equal(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
-    np.testing.assert_array_equal(x, y)
-
-
 class TestWorkdir:
   def test_keys_that_are_missing_have_defaults(self, tmp_path):
     text = '{"sampler": {"stop": ["."]}, "data": {"settings": {"digits": 2}}}'
@@ -84,7 +78,8 @@ class TestWorkdir:
     }
     for item in others:
       shutil.rmtree(item)
-    _trees_equal(api.load(copy).params, api.load(directory).params)
+    one, other = (api.load(folder).params for folder in (copy, directory))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 class TestAlone:
@@ -142,7 +137,7 @@ class TestConvert:
     policy = api.load(directory)
     fns, params = models.load(out)
     assert fns.config == policy.fns.config
-    _trees_equal(params, policy.params)
+    jax.tree.map(np.testing.assert_array_equal, params, policy.params)
     start = models.load(model)[1]["embed"]["embedding"]
     assert not np.array_equal(start, params["embed"]["embedding"])
 
@@ -153,7 +148,8 @@ class TestConvert:
     assert convert.main([*flags, "--dtype=bfloat16"]) == 0
     policy = api.load(directory, step=1)
     rounded = jax.tree.map(lambda x: x.astype("bfloat16"), policy.params)
-    _trees_equal(models.load(out, dtype="bfloat16")[1], rounded)
+    _, written = models.load(out, dtype="bfloat16")
+    jax.tree.map(np.testing.assert_array_equal, written, rounded)
 
   def test_a_run_without_a_critic(self, run, tmp_path):
     folder = shutil.copytree(run[1], tmp_path / "run")

@@ -84,7 +84,8 @@ class TestInstalled:
     for file in assets.rglob("*"):
       assert (package / "assets" / file.relative_to(assets)).exists()
     assert (package / "py.typed").exists()
-    assert (package / "docs" / "settings.md").exists()
+    for file in ("docs/settings.md", "scripts/studies/studies.ini"):
+      assert (package / file).exists()
 
   def test_every_command_has_its_program(self, installed):
     library, commands = installed

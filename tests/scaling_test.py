@@ -1,6 +1,7 @@
 """Communication read from HLO, the cost account, and scripts/compile.py."""
 
 import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -160,6 +161,12 @@ class TestTopology:
     assert "\n" not in str(error.value)
 
 
+def layers_of(sizes, *, update=False):
+  """Returns the work of the layers, without a head."""
+  (work,) = account.passes(sizes, "value", update=update)
+  return work
+
+
 class TestEstimate:
   def sizes(self, preset="qwen2.5-7b", platform="tpu", kernels="auto", **mesh):
     config = configs.load("vapo", preset)
@@ -196,21 +203,18 @@ class TestEstimate:
     attention = 28 * 4 * row**2 * 28 * 128
     by_hand = 2 * row * 28 * layer + attention
     assert sizes.forward == pytest.approx(by_hand, rel=1e-4)
-    head, layers = account.passes(
-      sizes, "policy", update=False
-    )  # Half a row per device.
+    # Half a row per device.
+    head, layers = account.passes(sizes, "policy", update=False)
     assert layers.flops == pytest.approx(by_hand / 2, rel=1e-4)
     assert head.flops == 2 * row * 3584 * 152_064 / 2
-    assert account.passes(sizes, "value", update=False) == (layers,)
+    assert layers_of(sizes) == layers
 
   def test_plain_attention_skips_nothing_and_moves_its_scores(self):
     kernel, plain = (self.sizes(kernels=name) for name in ("auto", "xla"))
     heads, rows = 28 * 28, 1 / 2
     skipped = plain.pairs - kernel.pairs
     assert plain.pairs == 16_384**2 and skipped > plain.pairs / 2
-    kernel, plain = (
-      account.passes(x, "value", update=False)[0] for x in (kernel, plain)
-    )
+    kernel, plain = layers_of(kernel), layers_of(plain)
     expected = pytest.approx(4 * skipped * heads * 128 * rows)
     assert plain.flops - kernel.flops == expected
     assert plain.moved - kernel.moved > 20 * heads * 16_384**2 * rows
@@ -218,15 +222,8 @@ class TestEstimate:
   @pytest.mark.parametrize("platform, block", [("tpu", 512), ("gpu", 64)])
   def test_kernels_compute_blocks_within_samples(self, platform, block):
     sizes = self.sizes(platform=platform)
-    lengths = simulate.lognormal(
-      4000,
-      1,
-      median=3840 / 1.19,
-      p99=4 * 3840 / 1.19,
-      maximum=15_360,
-      between=0,
-      seed=1,
-    ).ravel()
+    law = {"median": 3840 / 1.19, "p99": 4 * 3840 / 1.19, "maximum": 15_360}
+    lengths = simulate.lognormal(4000, 1, **law, between=0, seed=1).ravel()
     # Consecutive samples, and the pairs of blocks that they touch.
     ends = np.cumsum(lengths + 256)
     begins = ends - lengths - 256
@@ -239,10 +236,7 @@ class TestEstimate:
     whole, four = self.sizes(fsdp=4), self.sizes(fsdp=4, tensor=4)
     eight = self.sizes(fsdp=4, tensor=8)  # 4 key heads.
     products, attention = whole.forward - whole.attention, whole.attention
-    flops = [
-      account.passes(x, "value", update=False)[0].flops
-      for x in (whole, four, eight)
-    ]
+    flops = [layers_of(x).flops for x in (whole, four, eight)]
     rows = 8 / 4
     assert flops == pytest.approx(
       [rows * whole.forward, rows * whole.forward / 4]
@@ -261,33 +255,37 @@ class TestEstimate:
 
   def test_a_row_on_two_devices_is_half_of_it_on_each(self):
     whole, half = self.sizes(fsdp=2), self.sizes(fsdp=1, context=2)
-    parts = [
-      account.temporaries(sizes, "policy", update=True)
-      for sizes in (whole, half)
-    ]
+    held = lambda sizes: account.temporaries(sizes, "policy", update=True)
+    parts = held(whole), held(half)
     for name in ("activations of a layer", "activations between layers"):
       # One has one of two rows, the other has half of both rows.
       assert parts[0][name] == parts[1][name]
     assert "keys and values of whole rows" not in parts[0]
-    one, two = (
-      account.passes(x, "policy", update=True)[-1] for x in (whole, half)
-    )
+    one, two = (layers_of(x, update=True) for x in (whole, half))
     assert one.flops == two.flops and one.sent < two.sent
 
   def test_gradients_are_also_summed_over_data(self):
-    one, two = (
-      account.passes(self.sizes(data=data, fsdp=4), "value", update=True)[-1]
-      for data in (1, 2)
-    )
-    parameters = self.sizes().parameters
-    assert two.sent - one.sent == pytest.approx(4 * parameters / 4)
+    one, two = (self.sizes(data=data, fsdp=4) for data in (1, 2))
+    more = layers_of(two, update=True).sent - layers_of(one, update=True).sent
+    assert more == pytest.approx(4 * one.parameters / 4)
+
+  @pytest.mark.parametrize("platform, size", [("tpu", 2), ("gpu", 4)])
+  @pytest.mark.parametrize("policy, sums", [("full", 8), ("dots", 7)])
+  def test_tensor_groups_sum_products(self, platform, size, policy, sums):
+    # As compiled for h100:4 and, for scores, for v5e:2x2.
+    sizes = self.sizes(platform=platform, kernels="xla", fsdp=1, tensor=2)
+    sizes.config.model.remat_policy = policy
+    each = 8 * 16_384 * 28 * 3584 * size
+    for update, count in ((False, 2), (True, sums)):
+      sent = layers_of(sizes, update=update).sent
+      assert sent == pytest.approx(count * each)
 
   def test_what_is_kept_is_not_computed_again(self):
     flops, kept = {}, {}
     for policy in ("full", "dots", "none"):
       sizes = self.sizes()
       sizes.config.model.remat_policy = policy
-      flops[policy] = account.passes(sizes, "value", update=True)[0].flops
+      flops[policy] = layers_of(sizes, update=True).flops
       kept[policy] = sum(
         account.temporaries(sizes, "policy", update=True).values()
       )
@@ -351,39 +349,28 @@ class TestEstimate:
     assert config.sampler.mesh.fsdp == 4 and config.sampler.mesh.tensor == 8
     assert config.optimizer.value.micro_batch_size == 2
 
-  def test_bytes_by_shardings(self):
-    mesh = sharding.make_mesh(**MESH)
-    place = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
-    shape = jax.ShapeDtypeStruct((8, 6), np.float32, sharding=place)
-    assert sharding.bytes_per_device({"a": [shape, shape]}) == 2 * 8 * 6 * 4 / 8
-
 
 _PRESET = "--config=configs/vapo.py:qwen2.5-32b"
 
 
 class TestCompiled:
-  class Failing:
-    def __init__(self, message):
-      self.message = message
-
-    def compile(self, options):
-      self.options = options
-      return self
-
-    def as_text(self):
-      raise jax.errors.JaxRuntimeError(self.message)
+  def failing(self, message):
+    """Returns a lowered program whose result cannot be read."""
+    done = mock.Mock()
+    done.as_text.side_effect = jax.errors.JaxRuntimeError(message)
+    return mock.Mock(**{"compile.return_value": done})
 
   @pytest.mark.parametrize(
     "name, extra", [("v5e:2x4", "tpu"), ("h100:8", "cuda12")]
   )
   def test_a_compiler_that_fails_is_one_line_with_the_remedy(self, name, extra):
-    broken = self.Failing("INTERNAL: async-update\nat some line")
+    broken = self.failing("INTERNAL: async-update\nat some line")
     said = rf"update: .*async-[^\n]*jax\[{extra}\]==[^\n]*$"
     with pytest.raises(InputError, match=said):
       topology.compiled("update", broken, name)
 
   def test_what_does_not_fit_is_no_such_failure(self):
-    failing = self.Failing("RESOURCE_EXHAUSTED: memory")
+    failing = self.failing("RESOURCE_EXHAUSTED: memory")
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE"):
       topology.compiled("update", failing, "v5e:2x4")
 

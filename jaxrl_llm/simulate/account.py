@@ -115,9 +115,12 @@ def passes(sizes: Sizes, role: str, *, update: bool) -> tuple[Work, ...]:
   own = sizes.gathered - sizes.received
   sent += update * 2 * 4 * trained * (1 - 1 / sizes.mesh["data"]) * own
   sent += (gathers + update) * (1 - 1 / sizes.context) * keys
+  # Attention and MLP sum partial products over tensor, as do the gradients of
+  # the inputs of q, k, v, gate and up. GPUs sum float32, TPUs bfloat16.
+  sums = 2 + update * (5 + (again == 1))
   ring = 2 * (sizes.tensor - 1) / sizes.tensor
-  each = ring * 2 * tokens * model.hidden_size * model.num_layers
-  sent += 2 * (3 if update else 1) * each
+  each = (4 if sizes.gpu else 2) * tokens * model.hidden_size
+  sent += ring * sums * each * model.num_layers
   # The backward pass sends gradients in the same exchanges.
   exchanges = model.num_layers * (2 + again if update else 1)
   sent += exchanges * sizes.exchanged * tokens / sizes.tensor

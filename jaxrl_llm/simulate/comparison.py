@@ -34,7 +34,6 @@ class Comparison:
     over_provision: groups in flight per trained group; one schedule per number.
     max_staleness: maximum staleness of over-provisioned responses, in steps.
     lags: lags of runs that sample and train concurrently, in steps.
-    at_once: whether to simulate runs that sample and train concurrently.
     price: fraction of the devices that sample while the others train -> prices;
       None: all devices alternate.
   """
@@ -47,7 +46,6 @@ class Comparison:
   over_provision: Sequence[float]
   max_staleness: float
   lags: Sequence[float]
-  at_once: bool
   price: Callable[[float | None], CostModel]
 
   def run(self, lengths: np.ndarray, window: int) -> dict[str, Summary]:
@@ -75,9 +73,8 @@ class Comparison:
     free = functools.partial(
       asynchronous, requests, config=config, groups=self.groups
     )
-    kinds = self._side_by_side(run, free, schedules) if self.at_once else []
-    parted = [self.price(share) for share in _SHARES if kinds]
-    for runs in filter(None, kinds):
+    parted = [self.price(share) for share in _SHARES]
+    for runs in filter(None, self._side_by_side(run, free, schedules)):
       first, steps = next(iter(runs.values())), min(_TRIAL, self.steps)
       trials = [self._summary(first, cost, steps) for cost in parted]
       best = parted[np.argmax([trial["responses/s"] for trial in trials])]

@@ -57,11 +57,6 @@ def lognormal(
     between: b, fraction of the variance of log length between prompts.
     seed: random seed.
   """
-  if not (1 <= median <= p99 and 0 <= between <= 1 and maximum >= 1):
-    raise ValueError(
-      "lengths need 1 <= median <= p99, between in [0, 1] and maximum >= 1, got"
-      f" {median}, {p99}, {between} and {maximum}"
-    )
   random = np.random.default_rng(seed)
   of_prompt = random.standard_normal((prompts, 1))
   of_response = random.standard_normal((prompts, group_size))

@@ -57,17 +57,8 @@ def pipelined(
 
   Returns:
     Per step, the engine's `EngineStats` by name, and the metrics of `record`.
-
-  Raises:
-    ValueError: A number is out of range.
   """
-  if settings.group_size != requests.lengths.shape[1]:
-    raise ValueError(f"lengths {requests.lengths.shape} do not fit {settings}")
-  if settings.window < 0 or settings.in_flight < settings.groups:
-    raise ValueError(f"window < 0 or in_flight < groups in {settings}")
-  if lag < 0:
-    raise ValueError(f"lag must be >= 0, got {lag}")
-  log = _StepLog(requests, cost, config, settings.groups, steps, rule)
+  log = _StepLog(requests, cost, config, rule)
   engine = log.engine
   worker = RolloutWorker(log.writer, log.writer, settings)
   state, drawn = worker.init(), 0
@@ -88,7 +79,8 @@ def pipelined(
     batch = collected.batch.responses.rollout
     trained_s = synced_s[-1]
     for arrived_s, group in arrivals or [(engine.seconds, batch)]:
-      trained_s = max(trained_s, arrived_s) + log.train_s(group, steps=0)
+      trained_s = max(trained_s, arrived_s)
+      trained_s += log.train_s(group) - cost.train_step_s
     synced_s.append(trained_s + cost.train_step_s + cost.sync_s)
     rest = [] if state.store is None else [state.store]
     if not (lag or streaming):
@@ -125,9 +117,7 @@ def asynchronous(
   Reference:
     Fu et al. 2025, AReaL, arXiv 2505.24298.
   """
-  if lag < 0:
-    raise ValueError(f"lag must be >= 0, got {lag}")
-  log = _StepLog(requests, cost, config, groups, steps)
+  log = _StepLog(requests, cost, config)
   engine, writer = log.engine, log.writer
   # Untrained groups by number, and the numbers of those that have ended.
   begun: dict[int, Rollout] = {}
@@ -165,19 +155,16 @@ def asynchronous(
 class _StepLog:
   """Simulated sampler of a run, and the metrics of its steps."""
 
-  def __init__(self, requests, cost, config, groups, steps, rule=None):
-    if min(groups, steps) < 1:
-      raise ValueError(f"groups and steps must be >= 1, got {groups}, {steps}")
+  def __init__(self, requests, cost, config, rule=None):
     self.engine = SimulatedEngine(requests, cost, config, rule)
     self.writer = SimulatedWriter(self.engine)
     self.rows, self._cost = [], cost
     # At the last weight update: time, counters, and lengths by sample id.
     self._start_s, self._stats, self._older = 0.0, self.engine.stats, {}
 
-  def train_s(self, batch: Rollout, steps: int = 1) -> float:
-    """Returns the seconds of a batch's gradients and of `steps` updates."""
-    work_s = self._cost.train_s(batch.prompt_lengths + batch.lengths)
-    return work_s - (1 - steps) * self._cost.train_step_s
+  def train_s(self, batch: Rollout) -> float:
+    """Returns the seconds of an update on a batch."""
+    return self._cost.train_s(batch.prompt_lengths + batch.lengths)
 
   def record(
     self,

@@ -48,18 +48,17 @@ _ALIASES = {"smollm2-135m": ("smollm2", "smollm135m")}
 COMPARED = {
   "sampler": ("tokens_per_s", "best_tokens_per_s", "cpu_s"),
   "rollouts": ("tokens_per_s", "best_tokens_per_s"),
-  "train_step": (
-    *("step_s", "best_step_s", "step_cpu_s", "generate_s", "update_s"),
-    *("update_tokens_per_s", "peak_rss_gib"),
-  ),
-  "estimators": ("gae_s", "group_relative_s", "length_adaptive_lambda_s"),
+  "train_step": "step_s best_step_s step_cpu_s generate_s update_s"
+  " update_tokens_per_s peak_rss_gib".split(),
+  "estimators": ("gae_s",),
 }
 # Other spellings of a key, most specific first: a program may use the same name
 # for a part of its step and for something else.
 _SPELLINGS = {
   "tokens_per_s": ("sampler.tokens_per_s", "generate_tokens_per_s"),
-  "best_tokens_per_s": tuple(
-    "sampler.best_tokens_per_s generate_best_tokens_per_s".split()
+  "best_tokens_per_s": (
+    "sampler.best_tokens_per_s",
+    "generate_best_tokens_per_s",
   ),
   "cpu_s": ("sampler.cpu_s",),
   "step_cpu_s": ("grpo.cpu_s",),
@@ -127,7 +126,7 @@ def read_numbers(
 
 
 def _of_shape(record: Mapping[str, Any], shape: str) -> Mapping[str, Any]:
-  """Returns the part of a record for a shape, with several rounds joined."""
+  """Returns the part of a record for a shape."""
   names = (shape, *_ALIASES.get(shape, ()))
   results = record.get("results")
   if not isinstance(results, Mapping):
@@ -137,12 +136,7 @@ def _of_shape(record: Mapping[str, Any], shape: str) -> Mapping[str, Any]:
   found = next((results[name] for name in names if name in results), None)
   if not isinstance(found, Mapping):
     raise InputError(f"it measured {sorted(results)}, not {shape!r}")
-  found = found.get("trl", found)
-  if not isinstance(found, list):
-    return found
-  rounds = {k: [row.get(k) for row in found] for k in found[0]}
-  rounds = {k: list(filter(_is_positive, v)) for k, v in rounds.items()}
-  return {k: values for k, values in rounds.items() if values}
+  return found.get("trl", found)
 
 
 def _at(record: Mapping[str, Any], path: str) -> Any:

@@ -21,15 +21,11 @@ _PACKAGES = ("jax", "jaxlib", "numpy")
 class Timed(dict[str, list[float]]):
   """Seconds of timed calls, by name."""
 
-  def __call__(
-    self, name: str, function: Callable[..., Any], *arguments, calls: int = 1
-  ) -> Any:
-    """Records the mean seconds of `calls` calls; returns the last result."""
+  def __call__(self, name: str, call: Callable[..., Any], *arguments) -> Any:
+    """Records the seconds of a call; returns its result."""
     start = time.perf_counter()
-    for _ in range(calls):
-      result = function(*arguments)
-    seconds = (time.perf_counter() - start) / calls
-    self.setdefault(name, []).append(seconds)
+    result = call(*arguments)
+    self.setdefault(name, []).append(time.perf_counter() - start)
     return result
 
 

@@ -1,9 +1,24 @@
 """Prompts and response lengths, for programs with and without jax."""
 
+import argparse
+
 import numpy as np
 from benchmarks.peers import SHAPES
 
 _QUANTILE = 2.3263  # 99th percentile of the standard normal distribution.
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+  """Adds the flags of a workload."""
+  add = parser.add_argument
+  add("--shape", default="tiny", choices=SHAPES)
+  add("--batch", type=int, default=16, help="responses")
+  add("--group_size", type=int, default=4, help="responses per prompt")
+  add("--prompt_length", type=int, default=64, help="tokens")
+  add("--new_tokens", type=int, default=128, help="tokens per response")
+  add("--prompts", type=int, default=64, help="of rollouts")
+  add("--median", type=int, default=64, help="tokens per response of rollouts")
+  add("--p99", type=int, default=512, help="tokens per response of rollouts")
 
 
 def lengths(options, *, p99: int | None = None, seed: int = 0) -> np.ndarray:

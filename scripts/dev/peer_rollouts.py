@@ -1,14 +1,13 @@
-"""Times another library on the workload of `benchmark.py rollouts`.
+"""Times `generate` of transformers on the workload of `benchmark.py rollouts`.
 
-  PYTHON scripts/dev/peer_rollouts.py hf [--shape=tiny] [--batches=8]
-  PYTHON scripts/dev/peer_rollouts.py tunix
+  PYTHON scripts/dev/peer_rollouts.py [--shape=tiny] [--batches=8]
 
-PYTHON is an interpreter with the library (transformers with torch, or
-google-tunix); this project need not be installed there. Weights are random;
-prompts and lengths are those of `benchmark.py rollouts`. Responses are decoded
-in static batches of 64, up to the longest response of each batch; tokens after
-the end of a response do not count. Each batch runs once to compile and once
-timed. --batches limits the number of batches. The last line is a JSON object.
+PYTHON is an interpreter with transformers and torch; this project need not be
+installed there. Weights are random; prompts and lengths are those of
+`benchmark.py rollouts`. Responses are decoded in static batches of 64, up to
+the longest response of each batch; tokens after the end of a response do not
+count. Each batch runs once as a warm-up and once timed. --batches limits the
+number of batches. The last line is a JSON object.
 """
 
 import json
@@ -29,7 +28,7 @@ from parts import program  # noqa: E402
 Decode = Callable[[np.ndarray, int], None]
 
 
-def hugging_face(fields: dict[str, int], longest: int) -> Decode:
+def make_decode(fields: dict[str, int], longest: int) -> Decode:
   """Returns `generate` of transformers, with its default cache."""
   import torch
   import transformers
@@ -70,64 +69,6 @@ def hugging_face(fields: dict[str, int], longest: int) -> Decode:
   return decode
 
 
-class _Numbers:
-  """A tokenizer whose texts are token ids separated by spaces."""
-
-  encode = staticmethod(lambda text, **_: [int(word) for word in text.split()])
-  decode = staticmethod(lambda tokens, **_: " ".join(map(str, tokens)))
-  bos_id = staticmethod(lambda: 0)  # 0: no token is prepended.
-  eos_id = staticmethod(lambda: 1)
-  pad_id = staticmethod(lambda: 0)
-
-
-def tunix(fields: dict[str, int], longest: int) -> Decode:
-  """Returns Tunix's sampler, with a cache for the longest response."""
-  import jax
-  from flax import nnx
-  from tunix.generate import sampler
-  from tunix.models.llama3 import model as llama
-
-  config = llama.ModelConfig(
-    num_layers=fields["num_layers"],
-    vocab_size=fields["vocab_size"],
-    embed_dim=fields["hidden_size"],
-    hidden_dim=fields["intermediate_size"],
-    num_heads=fields["num_heads"],
-    head_dim=64,
-    num_kv_heads=fields["num_kv_heads"],
-    rope_theta=10_000,
-    norm_eps=1e-5,
-    weight_tying=True,
-  )
-  model = llama.Llama3(config, rngs=nnx.Rngs(0))
-  state = nnx.state(model, nnx.Param)
-  nnx.update(model, jax.tree.map(lambda x: x.astype("float32"), state))
-  cache = sampler.CacheConfig(
-    cache_size=longest,
-    num_layers=config.num_layers,
-    num_kv_heads=config.num_kv_heads,
-    head_dim=config.head_dim,
-  )
-  engine = sampler.Sampler(model, _Numbers(), cache)
-
-  def decode(prompts, count):
-    engine(
-      [" ".join(map(str, row)) for row in prompts.tolist()],
-      max_generation_steps=count,
-      max_prompt_length=prompts.shape[1],
-      temperature=1.0,
-      top_p=1.0,
-      seed=0,
-      eos_tokens=[-1],
-      return_logprobs=True,
-    )
-
-  return decode
-
-
-DECODERS = {"hf": hugging_face, "tunix": tunix}
-
-
 def measure(decode: Decode, options) -> dict[str, float]:
   """Measures tokens per second over the batches, without compilation."""
   limits = tail.lengths(options).reshape(-1)
@@ -155,21 +96,14 @@ def measure(decode: Decode, options) -> dict[str, float]:
 def main() -> int:
   """Runs the command; returns its exit code."""
   parser = program.make_parser(__doc__)
-  add = parser.add_argument
-  add("peer", choices=DECODERS)
-  add("--shape", default="tiny", choices=peers.SHAPES)
-  add("--prompts", type=int, default=64)
-  add("--group_size", type=int, default=8)
-  add("--batch", type=int, default=64, help="responses decoded at a time")
-  add("--batches", type=int, help="number of batches to time; default: all")
-  add("--prompt_length", type=int, default=64)
-  add("--new_tokens", type=int, default=768, help="maximum response length")
-  add("--median", type=int, default=64)
-  add("--p99", type=int, default=512)
+  tail.add_flags(parser)
+  help_ = "number of batches to time; default: all"
+  parser.add_argument("--batches", type=int, help=help_)
+  parser.set_defaults(batch=64, group_size=8, new_tokens=768)
   options = parser.parse_args()
   fields = peers.SHAPES[options.shape]
   longest = options.prompt_length + options.new_tokens
-  decode = DECODERS[options.peer](fields, longest)
+  decode = make_decode(fields, longest)
   print(json.dumps({"shape": options.shape} | measure(decode, options)))
   return 0
 

@@ -22,15 +22,15 @@ import numpy as np
 import optax
 import tokenizers
 
-from jaxrl_llm import base_models, losses, masked, models
+from jaxrl_llm import base_models, models
 from jaxrl_llm.data.remainder import RemainderProblem
 from jaxrl_llm.data.sources import make_source
 from jaxrl_llm.data.tasks import CHARACTERS, MAX_TOTAL, ChainProblem, Problem
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import choices, optimizer, packing
+from jaxrl_llm.learner.members import Training
 from jaxrl_llm.learner.packing import PackedBatch
-from jaxrl_llm.learner.parts import Auxiliary, part
 from jaxrl_llm.learner.update import make_update, policy_objective
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.sampling import EngineConfig, new_requests
@@ -104,8 +104,7 @@ def pretrain(
 ) -> Any:
   """Trains on noisy solutions of a task; a pure function of the settings.
 
-  The loss is the token-mean negative log-likelihood of the solution: the policy
-  update with an NLL term and no policy loss.
+  The loss is that of SFT: the token-mean negative log-likelihood of a solution.
 
   Args:
     fns: functions of the model.
@@ -137,22 +136,26 @@ def pretrain(
   )
   params = jax.jit(fns.init)(jax.random.key(settings.seed))
   train_state = optimizer.create_train_state(params, transform)
-  # The surrogate gets weight 0, so that only the NLL term remains.
-  nll = Auxiliary(part(losses.nll), 1.0, "mask", "token-mean")
-  surrogate = choices.POLICY_LOSSES["policy_gradient"]({})
-  objective = policy_objective(fns, surrogate, {"nll": nll})
-  update = make_update(objective, transform, schedule)
+  loss = choices.POLICY_LOSSES["likelihood"]({})
+  training = Training(
+    policy_objective(fns, loss, {}),
+    score=None,
+    reads=("advantages",),
+    mask="mask",
+    mode="token-mean",
+  )
+  update = make_update(training.objective, transform, schedule)
   task = (settings.task, settings.task_settings)
   source = make_source(*task, seed=settings.seed)
   for i in range(settings.steps):
-    batch = _batch(tokenizer, source, settings, i)
+    batch = _batch(tokenizer, source, settings, i, training)
     train_state, metrics = update(train_state, batch, 1.0)
     if i % 100 == 0 or i == settings.steps - 1:
-      log(i, float(metrics["policy/nll_loss"]))
+      log(i, float(metrics["policy/loss"]))
   return train_state.trained
 
 
-def _batch(tokenizer, source, settings, i) -> PackedBatch:
+def _batch(tokenizer, source, settings, i, training) -> PackedBatch:
   rng = np.random.default_rng((settings.seed, i))
   size, room = settings.batch_size, settings.max_response_length
   problems = [source.problem(i * size + row) for row in range(size)]
@@ -171,18 +174,15 @@ def _batch(tokenizer, source, settings, i) -> PackedBatch:
     rollout.mask[row, : len(response)] = True
   rollout.origin[:] = int(Origin.FOREIGN)
   rollout.status[:] = int(Status.FINISHED)
-  packed, layout = packing.pack(
+  (batch,) = packing.mini_batches(
     rollout,
+    size=size,
+    rng=None,
     capacity=settings.max_prompt_length + room,
     rows=settings.micro_batch_size,
-    micro_batches=-(-size // settings.micro_batch_size),
   )
-  weights = masked.token_weights(rollout.mask, mode="token-mean")
-  inputs = {"nll/weights": layout.scatter(weights)}
-  unused = ("proximal_logprobs", "advantages", "weights")
-  inputs |= dict.fromkeys(unused, np.zeros(layout.shape, np.float32))
-  batch = {"packed": packed, "mask": packed.mask, "inputs": inputs}
-  return PackedBatch(**batch, schedule_step=np.int32(i))
+  inputs = {"mask": rollout.mask, "advantages": rollout.mask.astype(np.float32)}
+  return training.prepare(inputs, batch).replace(schedule_step=np.int32(i))
 
 
 _DIRECT_RIGHT = 0.25  # Fraction of the guesses that are correct.

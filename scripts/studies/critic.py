@@ -110,12 +110,11 @@ def ceiling(returns: np.ndarray) -> float:
 def scores(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
   """Returns the scores of a critic's values [S] for returns [S, K]."""
   truth, spread = returns.mean(axis=1), returns.var()
-  ranks = [stats.rankdata(x) for x in (values, truth)]
-  ranked = all(np.ptp(x) for x in ranks)
+  varied = np.ptp(values) and np.ptp(truth)
   error = (returns - values[:, None]).var()
   return {
     "explained": 1.0 - float(error / spread) if spread else float("nan"),
-    "rank": float(np.corrcoef(*ranks)[0, 1]) if ranked else float("nan"),
+    "rank": stats.spearmanr(values, truth)[0] if varied else float("nan"),
     "bias": float((values - truth).mean()),
   }
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.configs import differing, load, resolved
+from helpers.configs import differing, load, resolved, value
 from studies import tables
 
 from jaxrl_llm import config as config_lib
@@ -38,8 +38,8 @@ vc_ppo ppo value.pretrain_steps estimator.lambda_value estimator.normalize \
 def without(part):
   """Returns the settings that remove a part in the study (embedded scale)."""
   variants = {x.name: x.changes for x in tables.STUDIES["credit"].variants}
-  shared = variants["VAPO"].items()
-  return dict(variants[f"without {part}"].items() - shared)
+  own = variants[f"without {part}"].items() - variants["VAPO"].items()
+  return {key: value(text) for key, text in own}
 
 
 class TestAblations:
@@ -49,7 +49,7 @@ class TestAblations:
     ablated.update_from_flattened_dict(changes)
     validate(ablated)
     before = resolved(vapo)
-    changed = {key for key, value in changes.items() if before[key] != value}
+    changed = {key for key, new in changes.items() if before[key] != new}
     assert changed and differing(before, resolved(ablated)) == changed
     # The same number of responses, updates and rows.
     assert config_lib.batch_size(ablated) == config_lib.batch_size(vapo)
