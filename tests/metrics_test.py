@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import functools
 import io
+import itertools
 import json
 import math
 import pathlib
@@ -561,6 +562,13 @@ class TestCompileCounter:
       assert pool.submit(counter.seconds).result() > 0
     assert counter.seconds() == 0.0 and counter.collect() == 1
 
+  def test_a_clock_that_is_set_back_does_not_count(self, monkeypatch):
+    now = itertools.count(1e9, -3600.0)
+    monkeypatch.setattr("time.time", lambda: next(now))
+    counter = metrics.CompileCounter()
+    jax.jit(lambda x: 5 * x)(np.zeros(13, np.float32))
+    assert 0 < counter.seconds() < 600 and counter.collect() == 1
+
   def test_counts_new_shapes_only(self):
     function = jax.jit(lambda x: 3 * x + 1)
     small, large = np.zeros(3, np.float32), np.zeros(5, np.float32)
@@ -587,8 +595,9 @@ class TestWatchCompilations:
 
     begin = lambda name: told.append(name)
     end = lambda name, seconds: told.append((name, seconds > 0))
-    with metrics.watch_compilations(begin, end):
-      jax.jit(doubled)(argument)
+    stop = metrics.watch_compilations(begin, end)
+    jax.jit(doubled)(argument)
+    stop()
     jax.jit(tripled)(argument)
     assert told == ["doubled", ("doubled", True)]
 
