@@ -165,7 +165,7 @@ class TestEvaluate:
       files.append(str(tmp_path / f"{name}.jsonl"))
       right = 0 if name == "easy" else 1
       rows = [
-        {"question": f"{a}+{b}?", "answer": str(a + b + right)} for a, b in sums
+        {"sum": f"{a}+{b}?", "answer": str(a + b + right)} for a, b in sums
       ]
       pathlib.Path(files[-1]).write_text("\n".join(map(json.dumps, rows)))
     settings = {
@@ -173,6 +173,7 @@ class TestEvaluate:
       "eval.temperature": 0.0,
       "sampler.max_response_length": 12,
       "data.max_prompt_length": 8,
+      "data.columns": {"question": "sum"},
     }
     found = jaxrl_llm.load().evaluate(",".join(files), **settings)
     assert set(found) == {"easy", "wrong"}
@@ -229,6 +230,17 @@ class TestSave:
     loaded = jaxrl_llm.load(tmp_path / "model")
     how = {"samples": 2, "max_new_tokens": 6}
     assert loaded.generate("3+5?", **how) == policy.generate("3+5?", **how)
+
+  def test_replaces_only_a_model_of_the_same_architecture(
+    self, trained, tmp_path
+  ):
+    policy, _ = trained
+    out, other = tmp_path / "out", jaxrl_llm.load()
+    policy.save(out, dtype="bfloat16")
+    policy.save(out)
+    with pytest.raises(InputError, match="has another model, whose weights"):
+      other.save(out)
+    _equal(jaxrl_llm.load(out).params, policy.params)
 
   @pytest.mark.parametrize("save", ["save", "save_adapters", "save_critic"])
   def test_leaves_runs_and_the_base_model_alone(self, trained, settings, save):
