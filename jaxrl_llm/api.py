@@ -284,15 +284,14 @@ class Policy:
         `save` refuses.
     """
     self._check_out(path)
-    config = self._run_config if self.step is not None else None
-    if config is None or not config.model.lora_rank:
+    if self.step is None or not self._run_config.model.lora_rank:
       raise InputError(
         f"{self.path}: has no adapters; train a run with"
         " --config.model.lora_rank=16"
       )
     model, params = workdir.load_params(self.path, self.step)
     factors = models.partition(params, ()).trained
-    base = base_models.model_path(config)
+    base = base_models.model_path(self._run_config)
     hf.write_adapters(path, model, factors, base=base)
 
   def save_critic(

@@ -166,6 +166,6 @@ class TestOtherParts:
     saver.wait()
     wanted = state_lib.targets({"x": abstract_of(state)}, values)
     with pytest.raises(InputError, match="x.inner.params") as error:
-      saver.restore(3, wanted)
+      checkpoint.load(tmp_path / "3", wanted)
     saver.close()
     assert "\n" not in str(error.value)
