@@ -1,8 +1,6 @@
 """Tests of jaxrl_llm.metrics."""
 
 import concurrent.futures
-import contextlib
-import functools
 import io
 import itertools
 import json
@@ -335,26 +333,6 @@ class TestMetricsLogger:
       logger.samples(1, [_sample(response=f"no {i}") for i in range(9)])
     assert len(_read(tmp_path / "samples.jsonl")) == 9
     assert "no 3" in out.getvalue() and "no 4" not in out.getvalue()
-
-  def test_closes_every_writer_when_one_fails(self, tmp_path, monkeypatch):
-    closed = []
-
-    @contextlib.contextmanager
-    def tracker(name, workdir, **_):
-      try:
-        yield
-      finally:
-        closed.append(name)
-      if name == "b":
-        raise OSError("disk full")
-
-    for name in "abc":
-      make = functools.partial(tracker, name)
-      monkeypatch.setitem(metrics.trackers.TRACKERS, name, make)
-    with pytest.raises(OSError, match="disk full"):
-      with _logger(tmp_path, tracked_by=("a", "b", "c")):
-        pass
-    assert sorted(closed) == ["a", "b", "c"]
 
 
 _FAKE = """
