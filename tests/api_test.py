@@ -146,6 +146,15 @@ class TestEvaluate:
     more = {"eval.pass_k": (2,), "eval.samples": 1}
     validate(policy_evaluation.make_config(trained[0], "", more))
 
+  @pytest.mark.parametrize("template", ["completion", "few_shot"])
+  def test_training_files_are_read_only_for_worked_examples(
+    self, trained, template
+  ):
+    files = {"data.source": "jsonl", "data.path": "train.jsonl"}
+    changes = files | {"data.template": template}
+    config = policy_evaluation.make_config(trained[0], "own.jsonl", changes)
+    assert config.data.path == ("train.jsonl" if template == "few_shot" else "")
+
   def test_a_model_on_files_of_its_own(self, tmp_path):
     files = []
     for name, sums in (("easy", ((1, 2), (3, 4))), ("wrong", ((5, 1),))):
