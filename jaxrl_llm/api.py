@@ -260,17 +260,20 @@ class Policy:
   def save(self, path: str | os.PathLike, *, dtype: str = "float32") -> None:
     """Writes a Hugging Face model directory, with the tokenizer's files.
 
+    An earlier model in the directory is replaced if it has the same
+    architecture.
+
     Args:
       path: directory to write.
       dtype: data type of the saved weights; float32 is exact.
 
     Raises:
-      InputError: The directory cannot be written, or it is that of a run or of
-        the model that the policy or its run started from.
+      InputError: The directory cannot be written, has a model of another
+        architecture, or is that of a run or of the model that the policy or its
+        run started from.
     """
     self._check_out(path)
-    params = jax.tree.map(lambda x: x.astype(dtype), self.params)
-    models.save(path, self.fns, params, tokenizer_from=self.directory)
+    self._write(path, self.fns, self.params, dtype)
 
   def save_adapters(self, path: str | os.PathLike) -> None:
     """Writes the adapters of a run to a directory that PEFT can load.
@@ -283,15 +286,14 @@ class Policy:
         `save` refuses.
     """
     self._check_out(path)
-    config = self._run_config if self.step is not None else None
-    if config is None or not config.model.lora_rank:
+    if self.step is None or not self._run_config.model.lora_rank:
       raise InputError(
         f"{self.path}: has no adapters; train a run with"
         " --config.model.lora_rank=16"
       )
     model, params = workdir.load_params(self.path, self.step)
     factors = models.partition(params, ()).trained
-    base = base_models.model_path(config)
+    base = base_models.model_path(self._run_config)
     hf.write_adapters(path, model, factors, base=base)
 
   def save_critic(
@@ -313,11 +315,10 @@ class Policy:
     if self.step is None:
       raise InputError(f"{self.path}: is a model directory; give a run")
     fns, params = workdir.load_critic(self.path, self.step)
-    params = jax.tree.map(lambda x: x.astype(dtype), params)
-    models.save(path, fns, params, tokenizer_from=self.directory)
+    self._write(path, fns, params, dtype)
 
   def _check_out(self, path: str | os.PathLike) -> None:
-    """Refuses a directory whose files would be overwritten."""
+    """Refuses the directories of runs, and those that the policy is from."""
     own = [self.directory]
     if self.step is not None:
       own.append(base_models.model_path(self._run_config))
@@ -327,6 +328,17 @@ class Policy:
         f"{path} is the folder of a run, or the model that the policy comes"
         " from; choose another directory"
       )
+
+  def _write(self, path, fns, params, dtype) -> None:
+    """Writes a model directory, unless it would replace another model."""
+    old = pathlib.Path(path) / "config.json"
+    if old.exists() and hf.read_config(path) != fns.config:
+      raise InputError(
+        f"{path}: has another model, whose weights would be replaced; choose"
+        " another directory"
+      )
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    models.save(path, fns, params, tokenizer_from=self.directory)
 
   @functools.cached_property
   def _run_config(self) -> Any:

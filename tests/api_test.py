@@ -62,20 +62,10 @@ def test_a_run_trains_and_gives_its_policy(trained, settings):
   assert policy.step == STEPS and policy.path == folder
   start = jaxrl_llm.load(settings["model.path"])
   assert start.step is None
-  changed = jax.tree.map(
-    lambda a, b: (a != b).any(), policy.params, start.params
-  )
-  assert any(jax.tree.leaves(changed))
+  pairs = zip(jax.tree.leaves(policy.params), jax.tree.leaves(start.params))
+  assert any((a != b).any() for a, b in pairs)
   _equal(jaxrl_llm.load(folder).params, policy.params)
   assert jaxrl_llm.load(folder, step=1).step == 1
-
-
-def test_the_same_call_goes_on(trained, settings, tmp_path, capsys):
-  policy, folder = trained
-  config = config_lib.method("vapo", **settings)
-  again = jaxrl_llm.train(config, folder)
-  assert "already at its last step" in capsys.readouterr().out
-  _equal(again.params, policy.params)
 
 
 def test_an_interrupted_run_raises_and_is_saved(settings, tmp_path):
@@ -110,13 +100,10 @@ class TestGenerate:
 
   def test_slots_change_nothing_and_the_seed_does(self):
     policy = jaxrl_llm.load()
-    ask = lambda **how: [
-      response["text"]
-      for response in policy.generate(
-        "3+5-2?", samples=8, max_new_tokens=12, **how
-      )[0]
-    ]
-    assert ask(slots=3) == ask(slots=8) != ask(seed=1)
+    how = {"samples": 8, "max_new_tokens": 12}
+    ask = lambda **more: policy.generate("3+5-2?", **how, **more)[0]
+    texts = lambda **more: [response["text"] for response in ask(**more)]
+    assert texts(slots=3) == texts(slots=8) != texts(seed=1)
 
   def test_a_run_has_its_own_stop_tokens(self, trained, tmp_path):
     folder = shutil.copytree(trained[1], tmp_path / "run")
@@ -159,13 +146,22 @@ class TestEvaluate:
     more = {"eval.pass_k": (2,), "eval.samples": 1}
     validate(policy_evaluation.make_config(trained[0], "", more))
 
+  @pytest.mark.parametrize("template", ["completion", "few_shot"])
+  def test_training_files_are_read_only_for_worked_examples(
+    self, trained, template
+  ):
+    files = {"data.source": "jsonl", "data.path": "train.jsonl"}
+    changes = files | {"data.template": template}
+    config = policy_evaluation.make_config(trained[0], "own.jsonl", changes)
+    assert config.data.path == ("train.jsonl" if template == "few_shot" else "")
+
   def test_a_model_on_files_of_its_own(self, tmp_path):
     files = []
     for name, sums in (("easy", ((1, 2), (3, 4))), ("wrong", ((5, 1),))):
       files.append(str(tmp_path / f"{name}.jsonl"))
       right = 0 if name == "easy" else 1
       rows = [
-        {"question": f"{a}+{b}?", "answer": str(a + b + right)} for a, b in sums
+        {"sum": f"{a}+{b}?", "answer": str(a + b + right)} for a, b in sums
       ]
       pathlib.Path(files[-1]).write_text("\n".join(map(json.dumps, rows)))
     settings = {
@@ -173,6 +169,7 @@ class TestEvaluate:
       "eval.temperature": 0.0,
       "sampler.max_response_length": 12,
       "data.max_prompt_length": 8,
+      "data.columns": {"question": "sum"},
     }
     found = jaxrl_llm.load().evaluate(",".join(files), **settings)
     assert set(found) == {"easy", "wrong"}
@@ -229,6 +226,17 @@ class TestSave:
     loaded = jaxrl_llm.load(tmp_path / "model")
     how = {"samples": 2, "max_new_tokens": 6}
     assert loaded.generate("3+5?", **how) == policy.generate("3+5?", **how)
+
+  def test_replaces_only_a_model_of_the_same_architecture(
+    self, trained, tmp_path
+  ):
+    policy, _ = trained
+    out, other = tmp_path / "out", jaxrl_llm.load()
+    policy.save(out, dtype="bfloat16")
+    policy.save(out)
+    with pytest.raises(InputError, match="has another model, whose weights"):
+      other.save(out)
+    _equal(jaxrl_llm.load(out).params, policy.params)
 
   @pytest.mark.parametrize("save", ["save", "save_adapters", "save_critic"])
   def test_leaves_runs_and_the_base_model_alone(self, trained, settings, save):

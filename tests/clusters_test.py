@@ -91,12 +91,6 @@ def _environment(**more):
   return programs.environment(PATH=path, **more)
 
 
-def _wait_for_a_step(run):
-  rows = run / "metrics.jsonl"
-  written = lambda: rows.exists() and rows.read_bytes().count(b"\n") > 1
-  programs.wait_until(written, "a step")
-
-
 @pytest.mark.parametrize("script", [_SLURM, _GPUS, _SKYPILOT["run"]])
 def test_scripts_are_bash(script):
   subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -156,7 +150,7 @@ class TestSlurm:
   ):
     run, requeued = tmp_path / "run", tmp_path / "requeued"
     job = sbatch(flags(run, 4), 2)
-    _wait_for_a_step(run)
+    programs.wait_for_lines(run / "metrics.jsonl", 2)
     pids = (tmp_path / "pids").read_text().split()
     os.kill(int(pids[1]), signal.SIGKILL)
     assert job.wait(120) == 128 + signal.SIGKILL
@@ -208,43 +202,38 @@ def test_a_host_finds_the_others(kind, flags, tmp_path):
 
 # Stands in for Ray: an actor is a process that runs one method at a time.
 _FAKE_RAY = """
-import multiprocessing, os, types
+import contextlib, multiprocessing, os, types
+from concurrent import futures
 
-HOSTS = int(os.environ["HOSTS"])
-RayActorError = type("RayActorError", (Exception,), {})
-exceptions = types.SimpleNamespace(RayActorError=RayActorError)
+exceptions = types.SimpleNamespace(RayActorError=futures.BrokenExecutor)
 util = types.SimpleNamespace(get_node_ip_address=lambda: "localhost")
 init = lambda: None
-kill = lambda actor: actor.process.kill()
 
 
 def cluster_resources():
-  dead = os.path.exists("killed")
-  return {"GPU": 8.0 * (HOSTS - dead)}
+  return {"GPU": 8.0 if os.path.exists("killed") else 16.0}
 
 
-def _serve(actor, pipe):
-  while True:
-    name, args = pipe.recv()
-    pipe.send(getattr(actor, name)(*args))
+def _make(kind):
+  global own
+  own = kind()
+
+
+def _call(name, *args):
+  return getattr(own, name)(*args)
 
 
 class _Actor:
   def __init__(self, kind):
-    self.pipe, other = multiprocessing.Pipe()
     fork = multiprocessing.get_context("fork")
-    self.process = fork.Process(target=_serve, args=(kind(), other))
-    self.process.start()
-    other.close()
+    self.pool = futures.ProcessPoolExecutor(1, fork, _make, (kind,))
+    self.pid = self.pool.submit(os.getpid).result()
     with open("pids", "a") as file:
-      file.write(f"{self.process.pid} ")
+      file.write(f"{self.pid} ")
 
   def __getattr__(self, name):
-    def remote(*args):
-      self.pipe.send((name, args))
-      return self
-
-    return types.SimpleNamespace(remote=remote)
+    call = lambda *args: self.pool.submit(_call, name, *args)
+    return types.SimpleNamespace(remote=call)
 
 
 def remote(num_gpus):
@@ -253,11 +242,13 @@ def remote(num_gpus):
 
 def get(calls):
   if isinstance(calls, list):
-    return [get(call) for call in calls]
-  try:
-    return calls.pipe.recv()
-  except EOFError:
-    raise RayActorError("it died") from None
+    return [call.result() for call in calls]
+  return calls.result()
+
+
+def kill(actor):
+  with contextlib.suppress(ProcessLookupError):
+    os.kill(actor.pid, 9)
 """
 
 
@@ -266,15 +257,10 @@ def test_ray_starts_again_on_the_host_that_is_left(model, tmp_path):
   run, port = tmp_path / "run", _free_port()
   (tmp_path / "ray.py").write_text(_FAKE_RAY)
   text = _RAY.replace('method("vapo", "qwen2.5-7b", **data)', 'method("vapo")')
-  text = re.sub(
-    r"    data = .*\n( *config = .*)\n",
-    r"\1\n    TINY(config)\n",
-    text,
-  )
-  text = text.replace("/shared/runs/vapo", str(run)).replace(
-    ":1234", f":{port}"
-  )
-  text = text.replace("8, 20, 100", "8, 20, 10")
+  added = r"\1\n    TINY(config)\n"
+  text = re.sub(r"    data = .*\n( *config = .*)\n", added, text)
+  text = text.replace("/shared/runs/vapo", str(run))
+  text = text.replace(":1234", f":{port}").replace("8, 20, 100", "8, 20, 10")
   settings = f"""
 def TINY(config):
   from helpers import tiny_run
@@ -287,16 +273,13 @@ def TINY(config):
 
 """
   (tmp_path / "job.py").write_text(settings + text)
-  path = os.pathsep.join(
-    map(str, (tmp_path, _ROOT, _ROOT / "tests", *sys.path))
-  )
-  environment = _environment(HOSTS="2")
-  environment["PYTHONPATH"] = path
+  path = map(str, (tmp_path, _ROOT, _ROOT / "tests", *sys.path))
   job = subprocess.Popen(
-    [sys.executable, "job.py"], cwd=tmp_path, env=environment
+    [sys.executable, "job.py"],
+    cwd=tmp_path,
+    env=_environment() | {"PYTHONPATH": os.pathsep.join(path)},
   )
-
-  _wait_for_a_step(run)
+  programs.wait_for_lines(run / "metrics.jsonl", 2)
   (tmp_path / "killed").touch()
   pids = (tmp_path / "pids").read_text().split()
   os.kill(int(pids[1]), signal.SIGKILL)

@@ -208,24 +208,17 @@ class TestSettings:
     validate(scaled)
 
 
-class TestModel:
-  def start(self, model):
-    run = build.make_run(tiny_run.make_config(model))
-    return run.learner.init(critic=run.critic_params)
-
-  def test_missing_directory(self, tmp_path):
-    with refused(tmp_path / "none", "no such directory"):
-      self.start(tmp_path / "none")
-
-  @pytest.mark.parametrize(
-    "file", ["model.safetensors", "config.json", "tokenizer.json"]
-  )
-  def test_a_file_that_is_missing(self, model, tmp_path, file):
-    # Damaged files: models/hf_test.py.
-    ignored = shutil.ignore_patterns(file)
-    copy = shutil.copytree(model, tmp_path / "copy", ignore=ignored)
-    with refused(copy, file.removeprefix("model.")):
-      self.start(copy)
+@pytest.mark.parametrize(
+  "file", ["", "model.safetensors", "config.json", "tokenizer.json"]
+)
+def test_a_model_that_is_missing_or_lacks_a_file(model, tmp_path, file):
+  # Damaged files: models/hf_test.py.
+  copy, said = tmp_path / "copy", file.removeprefix("model.")
+  if file:
+    shutil.copytree(model, copy, ignore=shutil.ignore_patterns(file))
+  with refused(copy, said or "no such directory"):
+    run = build.make_run(tiny_run.make_config(copy))
+    run.learner.init(critic=run.critic_params)
 
 
 class TestData:

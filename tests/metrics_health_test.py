@@ -1,6 +1,5 @@
 """Tests of the warnings in jaxrl_llm.metrics.health."""
 
-import io
 import math
 import pathlib
 import re
@@ -9,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from jaxrl_llm import config as config_lib
 from jaxrl_llm import metrics
 from jaxrl_llm.metrics import health
 
@@ -135,41 +133,44 @@ class TestRules:
     assert "\n" not in text and text.startswith("warning at step 3")
     assert text.count("; ") >= 2 and _RULES[rule].advice in text
 
-  @pytest.mark.parametrize("rule", _RULES)
-  def test_settings_exist(self, rule):
-    keys = _settings(_RULES[rule].advice)
-    assert keys
-    for key in keys:  # A KeyError names one that does not exist.
-      config_lib.get(config_lib.default_config(), key)
-
   def test_the_page_lists_rules_and_settings(self):
     table = {
       line.split("`")[1]: _settings(line.split("|")[3])
       for line in _DOCS.read_text("utf-8").split("## Health")[1].splitlines()
       if re.match(r"\| `[a-z_]+` ", line)
     }
-    assert table == {
-      name: _settings(rule.advice) for name, rule in _RULES.items()
-    }
+    wanted = {name: _settings(rule.advice) for name, rule in _RULES.items()}
+    assert table == wanted and all(table.values())
 
 
-class TestEntropyCollapse:
-  def test_low_entropy_of_wrong_answers_is_found_however_it_came(self):
-    text = health.entropy_collapse([0.04] * 20, [0.5] * 20)
-    assert "0.04 nats per token at accuracy 0.50" in text
-    assert health.entropy_collapse([0.06] * 20, [0.5] * 20) is None
-
-  def test_a_fast_fall_without_gain_is_found_above_the_low_mark(self):
-    entropies = [1.0] * 12 + [0.15] * 3
-    text = health.entropy_collapse(entropies, [0.3] * 15)
-    assert "from 1 to 0.15 nats per token in 10 steps" in text
+@pytest.mark.parametrize(
+  ("rule", "values", "said"),
+  [
+    # Low entropy of wrong answers; a fast fall without a gain.
+    ("entropy_collapse", ([0.04] * 20, [0.5] * 20), "0.04 nats per token at"),
+    (
+      "entropy_collapse",
+      ([1.0] * 12 + [0.15] * 3, [0.3] * 15),
+      "from 1 to 0.15 nats per token in 10 steps",
+    ),
+    ("kl_jump", ([0.2],), "KL is 0.2 "),  # However short the past.
+    # The first row alone; later only three in a row.
+    ("all_wrong", ([0.0], [0.0]), "in the first step"),
+    ("all_right", ([1.0], [0.0]), "in the first step"),
+    ("all_wrong", ([0.1] + [0.0] * 3, [0.6] + [0.0] * 3), "for 3 steps"),
+  ],
+)
+def test_what_is_a_fault(rule, values, said):
+  assert said in _RULES[rule].find(*values)
 
 
 @pytest.mark.parametrize(
   ("rule", "values"),
   [
+    ("all_wrong", ([0.1, 0.0, 0.0], [0.6, 0.0, 0.0])),
     # A solved task; a fall with a gain; over more steps; one outlier; fewer
     # rows than the steps of a fall.
+    ("entropy_collapse", ([0.06] * 20, [0.5] * 20)),
     ("entropy_collapse", ([0.01] * 20, [0.9] * 20)),
     ("entropy_collapse", ([1.0] * 12 + [0.15] * 3, [0.3] * 12 + [0.4] * 3)),
     ("entropy_collapse", (list(np.geomspace(1.0, 0.15, 40)), [0.3] * 40)),
@@ -190,29 +191,15 @@ def test_what_is_no_fault(rule, values):
   assert _RULES[rule].find(*values) is None
 
 
-def test_without_a_past_only_the_highest_kl_is_a_jump():
-  assert health.kl_jump([0.2]) is not None
-
-
-class TestRewards:
-  def test_the_first_row_speaks_at_once(self):
-    assert "in the first step" in _RULES["all_wrong"].find([0.0], [0.0])
-    assert "in the first step" in _RULES["all_right"].find([1.0], [0.0])
-
-  def test_later_ones_wait_for_three_in_a_row(self):
-    find = _RULES["all_wrong"].find
-    assert find([0.1, 0.0, 0.0], [0.6, 0.0, 0.0]) is None
-    assert "for 3 steps" in find([0.1, 0.0, 0.0, 0.0], [0.6, 0.0, 0.0, 0.0])
-
-  @pytest.mark.parametrize("accuracy", [0.0, 1.0])
-  def test_rewards_that_differ_can_be_learned_from(self, accuracy):
-    rows = _with(
-      _healthy(),
-      reward__accuracy=lambda s: accuracy,  # By a threshold.
-      reward__std=lambda s: 2.5,
-      policy__entropy=lambda s: 0.5,
-    )
-    assert _run(rows) == []
+@pytest.mark.parametrize("accuracy", [0.0, 1.0])
+def test_rewards_that_differ_can_be_learned_from(accuracy):
+  rows = _with(
+    _healthy(),
+    reward__accuracy=lambda s: accuracy,  # By a threshold.
+    reward__std=lambda s: 2.5,
+    policy__entropy=lambda s: 0.5,
+  )
+  assert _run(rows) == []
 
 
 class TestLengthCollapse:
@@ -245,9 +232,6 @@ class TestMissingMetrics:
         faulty = [row | {name: lack} for row in faulty]
       assert rule not in _rules(_run(faulty))
 
-  def test_an_evaluation_alone_is_no_row_of_training(self):
-    assert metrics.Health().check(0, {"eval/chain_sum/avg@4": 0.0}) == ({}, [])
-
   def test_gaps_are_passed_over(self):
     rows = _with(_healthy(), **_BAD["explained_variance"])
     rows = [
@@ -262,10 +246,6 @@ class TestMissingMetrics:
   def test_an_infinite_ratio_is_an_explosion(self):
     rows = _with(_healthy(), policy__ratio_max=lambda s: math.inf)
     assert _rules(_run(rows)) == {"ratio_explosion"}
-
-  def test_numbers_of_any_library(self):
-    row = {"policy/ratio_max": np.float32(1e4)}
-    assert _rules(_run([{"step": 1} | row])) == {"ratio_explosion"}
 
 
 class TestCooldown:
@@ -325,32 +305,3 @@ class TestResume:
       resumed = metrics.Health(earlier[:stop])
       after = rows[stop - 1]["step"]
       assert _run(rows[stop:], resumed) == [w for w in whole if w[0] > after]
-
-
-class TestShown:
-  def test_the_row_the_line_and_the_event(self, tmp_path):
-    stream = io.StringIO()
-    row = {"policy/ratio_max": 1e4, "reward/accuracy": 0.0, "reward/std": 0.0}
-    state = metrics.Health()
-    with metrics.MetricsLogger(
-      tmp_path, total_steps=3, last_step=-1, tracked_by=(), stream=stream
-    ) as logger:
-      for step in (1, 2):
-        holds, said = state.check(step, row)
-        logger.log(step, row | holds)
-        for text in said:
-          logger.event(text)
-      logger.log(3, {"policy/ratio_max": 1.0})
-    lines = stream.getvalue().splitlines()
-    assert [line.split(maxsplit=2)[0] for line in lines] == [
-      "step",
-      "warning",
-      "warning",
-      "step",
-      "step",
-    ]
-    assert "health: all wrong, ratio explosion" in lines[0]
-    assert "health: all wrong, ratio explosion" in lines[3]
-    assert "health" not in lines[4]
-    rows = metrics.read_rows(tmp_path / "metrics.jsonl")
-    assert [r.get("health/ratio_explosion") for r in rows] == [1.0, 1.0, None]

@@ -1,9 +1,8 @@
 """Tests of jaxrl_llm.metrics."""
 
 import concurrent.futures
-import contextlib
-import functools
 import io
+import itertools
 import json
 import math
 import pathlib
@@ -34,16 +33,8 @@ class Clock:
 
 
 def _sample(**changes) -> metrics.Sample:
-  fields = dict(
-    prompt="7+5?",
-    response="7+5=12;#12.",
-    gold="12",
-    extracted="12",
-    reward=1.0,
-    length=11,
-    stop="finished",
-  )
-  return metrics.Sample(**(fields | changes))
+  fields = "7+5?", "7+5=12;#12.", "12", "12", 1.0, 11, "finished"
+  return metrics.Sample(*fields)._replace(**changes)
 
 
 def _read(path: pathlib.Path) -> list[dict]:
@@ -63,14 +54,8 @@ class TestJsonlWriter:
     writer = metrics.JsonlWriter(tmp_path / "m.jsonl", clock=clock)
     writer.log(0, {"a/b": 0.1, "n": 3})
     clock.now = 101.5
-    writer.log(
-      1,
-      {
-        "a/b": np.float32(0.1),
-        "n": jnp.asarray(4),
-        "h": jnp.asarray(0.5, jnp.bfloat16),
-      },
-    )
+    half = jnp.asarray(0.5, jnp.bfloat16)
+    writer.log(1, {"a/b": np.float32(0.1), "n": jnp.asarray(4), "h": half})
     writer.close()
     assert _read(tmp_path / "m.jsonl") == [
       {"step": 0, "time": 100.0, "a/b": 0.1, "n": 3},
@@ -213,10 +198,15 @@ def _logger(folder, **changes):
   return metrics.MetricsLogger(folder, **given | changes)
 
 
+def _console(steps=10, stream=None, **how):
+  stream = stream or io.StringIO()
+  return ConsoleWriter(total_steps=steps, stream=stream, **how), stream
+
+
 class TestConsoleWriter:
   def test_one_plain_line_a_step_without_terminal(self):
-    stream, clock = io.StringIO(), Clock()
-    console = ConsoleWriter(total_steps=10, stream=stream, clock=clock)
+    clock = Clock()
+    console, stream = _console(clock=clock)
     row = {
       "reward/mean": 0.5,
       "policy/entropy": 0.25,
@@ -235,9 +225,14 @@ class TestConsoleWriter:
       f"step 2/10  {shown}  left 0:00:16  step 2.00s  generate 1.50s",
     ]
 
+  def test_the_line_of_a_step_names_the_warnings_that_hold(self):
+    console, stream = _console()
+    console.log(1, {"health/all_wrong": 1.0, "health/ratio_explosion": 1.0})
+    assert "health: all wrong, ratio explosion" in stream.getvalue()
+
   def test_time_left_forgets_slow_steps(self):
-    clock, stream = Clock(), io.StringIO()
-    console = ConsoleWriter(total_steps=10, stream=stream, clock=clock)
+    clock = Clock()
+    console, stream = _console(clock=clock)
     for step, seconds in enumerate((0.0, 60.0, 2.0, 2.0)):
       clock.now += seconds
       console.log(step, {})
@@ -249,18 +244,14 @@ class TestConsoleWriter:
     ]
 
   def test_evaluation_has_a_line_of_its_own(self):
-    stream = io.StringIO()
-    console = ConsoleWriter(total_steps=10, stream=stream)
-    console.log(
-      0, {"eval/sums/avg@4": 0.5, "eval/sums/avg@4_se": 0.02} | {"x": 1}
-    )
+    console, stream = _console()
+    console.log(0, {"eval/sums/avg@4": 0.5, "eval/sums/avg@4_se": 0.02})
     assert stream.getvalue().splitlines()[1] == (
       "evaluation at step 0: sums/avg@4 0.500 (se 0.020)"
     )
 
   def test_a_log_says_what_takes_its_time_once(self):
-    stream = io.StringIO()
-    console = ConsoleWriter(total_steps=2, stream=stream)
+    console, stream = _console()
     for _ in range(2):
       for phase in ("data", "generate", "between phases"):
         console.phase(phase)
@@ -268,17 +259,13 @@ class TestConsoleWriter:
       console.compiled("decode", 61.2)
       console.compiled("small", 0.1)
     console.close()
-    compiled = "compiled decode in 61 s"
-    assert stream.getvalue().splitlines() == [
-      "generate ...",
-      *(compiled, compiled),
-    ]
+    compiled = ["compiled decode in 61 s"]
+    assert stream.getvalue().splitlines() == ["generate ...", *2 * compiled]
 
   def test_live_on_a_terminal(self, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    stream = Terminal()
-    console = ConsoleWriter(total_steps=10, stream=stream)
+    console, stream = _console(stream=Terminal())
     console.phase("generate")
     console.compiling("decode")
     console._bar.refresh()  # A thread does this ten times a second.
@@ -295,8 +282,7 @@ class TestConsoleWriter:
 
   def test_a_narrow_encoding_shows_escapes(self):
     raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    console = ConsoleWriter(total_steps=1, stream=stream)
+    console, stream = _console(1, io.TextIOWrapper(raw, encoding="ascii"))
     console.samples(1, [_sample(response="π≈3")])
     console.log(1, {})
     stream.flush()
@@ -305,12 +291,8 @@ class TestConsoleWriter:
 
 class TestSampleLines:
   def test_shows_all_fields_and_tails(self):
-    text = "\n".join(
-      metrics.sample_lines(
-        [_sample(prompt="a" * 150 + "Q?", extracted=None, stop="overlong")]
-      )
-    )
-    assert text.splitlines() == [
+    long = _sample(prompt="a" * 150 + "Q?", extracted=None, stop="overlong")
+    assert list(metrics.sample_lines([long])) == [
       "reward 1.00  length 11  stop overlong  gold 12  extracted (none)",
       "  prompt: ..." + "a" * 118 + "Q?",
       "  response: 7+5=12;#12.",
@@ -326,8 +308,7 @@ class TestSampleLines:
   ):
     monkeypatch.setenv("TERM", "xterm")
     hostile = "[red]x[/red] [/] \x1b[31my \x07 \r\n \u202e :smile: [link=u]z"
-    stream = Terminal() if terminal else io.StringIO()
-    console = ConsoleWriter(total_steps=1, stream=stream)
+    console, stream = _console(1, Terminal() if terminal else None)
     console.samples(1, [_sample(response=hostile), _sample(gold=hostile)])
     console.close()
     text = stream.getvalue()
@@ -352,26 +333,6 @@ class TestMetricsLogger:
       logger.samples(1, [_sample(response=f"no {i}") for i in range(9)])
     assert len(_read(tmp_path / "samples.jsonl")) == 9
     assert "no 3" in out.getvalue() and "no 4" not in out.getvalue()
-
-  def test_closes_every_writer_when_one_fails(self, tmp_path, monkeypatch):
-    closed = []
-
-    @contextlib.contextmanager
-    def tracker(name, workdir, **_):
-      try:
-        yield
-      finally:
-        closed.append(name)
-      if name == "b":
-        raise OSError("disk full")
-
-    for name in "abc":
-      make = functools.partial(tracker, name)
-      monkeypatch.setitem(metrics.trackers.TRACKERS, name, make)
-    with pytest.raises(OSError, match="disk full"):
-      with _logger(tmp_path, tracked_by=("a", "b", "c")):
-        pass
-    assert sorted(closed) == ["a", "b", "c"]
 
 
 _FAKE = """
@@ -416,25 +377,19 @@ class TestTrackers:
       metrics.check_trackers(("tensorboard", "wandb"))
 
 
-class TestPassAtK:
-  def test_golden(self):
-    # 1 - C(3,2)/C(5,2) = 0.7; 1 - C(9,5)/C(10,5) = 0.5; c > n - k gives 1.
-    np.testing.assert_allclose(
-      metrics.pass_at_k([2, 0, 5, 4], 5, 2), [0.7, 0.0, 1.0, 1.0]
-    )
-    np.testing.assert_allclose(metrics.pass_at_k([1], 10, 5), [0.5])
+def test_pass_at_k():
+  # 1 - C(3,2)/C(5,2) = 0.7; 1 - C(9,5)/C(10,5) = 0.5; c > n - k gives 1.
+  found = metrics.pass_at_k([2, 0, 5, 4], 5, 2)
+  np.testing.assert_allclose(found, [0.7, 0.0, 1.0, 1.0])
+  np.testing.assert_allclose(metrics.pass_at_k([1], 10, 5), [0.5])
 
 
-class TestMeanAndStandardError:
-  def test_has_bessels_correction(self):
-    mean, error = metrics.mean_and_standard_error([0, 0.5, 1, 0.5])
-    # Variance 1/6, over 4 problems.
-    assert mean == pytest.approx(0.5)
-    assert error == pytest.approx(math.sqrt(1 / 6 / 4))
-
-  def test_one_problem_has_no_error(self):
-    mean, error = metrics.mean_and_standard_error([0.25])
-    assert mean == 0.25 and math.isnan(error)
+def test_mean_and_standard_error():
+  # Variance 1/6 with Bessel's correction, over 4 problems.
+  found = metrics.mean_and_standard_error([0, 0.5, 1, 0.5])
+  assert found == pytest.approx((0.5, math.sqrt(1 / 6 / 4)))
+  mean, error = metrics.mean_and_standard_error([0.25])
+  assert mean == 0.25 and math.isnan(error)
 
 
 class TestPhaseTimer:
@@ -561,6 +516,13 @@ class TestCompileCounter:
       assert pool.submit(counter.seconds).result() > 0
     assert counter.seconds() == 0.0 and counter.collect() == 1
 
+  def test_a_clock_that_is_set_back_does_not_count(self, monkeypatch):
+    now = itertools.count(1e9, -3600.0)
+    monkeypatch.setattr("time.time", lambda: next(now))
+    counter = metrics.CompileCounter()
+    jax.jit(lambda x: 5 * x)(np.zeros(13, np.float32))
+    assert 0 < counter.seconds() < 600 and counter.collect() == 1
+
   def test_counts_new_shapes_only(self):
     function = jax.jit(lambda x: 3 * x + 1)
     small, large = np.zeros(3, np.float32), np.zeros(5, np.float32)
@@ -585,10 +547,10 @@ class TestWatchCompilations:
     def tripled(x):
       return 3 * x
 
-    begin = lambda name: told.append(name)
     end = lambda name, seconds: told.append((name, seconds > 0))
-    with metrics.watch_compilations(begin, end):
-      jax.jit(doubled)(argument)
+    stop = metrics.watch_compilations(told.append, end)
+    jax.jit(doubled)(argument)
+    stop()
     jax.jit(tripled)(argument)
     assert told == ["doubled", ("doubled", True)]
 

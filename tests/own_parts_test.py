@@ -70,18 +70,16 @@ def write_jsonl(path, rows):
 
 class TestOthers:
   def test_verl(self, model, tmp_path):
-    table = pyarrow.Table.from_pylist(
-      [
-        {
-          "data_source": "sums",
-          "prompt": [{"role": "user", "content": question}],
-          "ability": "math",
-          "reward_model": {"style": "rule", "ground_truth": str(answer)},
-          "extra_info": {"split": "train", "index": number},
-        }
-        for number, (question, answer) in enumerate(QUESTIONS)
-      ]
-    )
+    table = [
+      {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": question}],
+        "reward_model": {"style": "rule", "ground_truth": str(answer)},
+        "extra_info": {"split": "train", "index": number},
+      }
+      for number, (question, answer) in enumerate(QUESTIONS)
+    ]
+    table = pyarrow.Table.from_pylist(table)
     parquet.write_table(table, tmp_path / "train.parquet")
     (tmp_path / "own_verl_score.py").write_text(VERL)
     rows, samples, run = train(
@@ -106,37 +104,6 @@ class TestOthers:
     assert len(asked) == 1
     assert {p.question for p in drawn} | asked == {q for q, _ in QUESTIONS}
 
-  @pytest.mark.slow
-  def test_trl(self, model, tmp_path, capsys):
-    rows = [
-      {"prompt": question, "answer": answer, "level": 6}
-      for question, answer in QUESTIONS
-    ]
-    (tmp_path / "own_trl_rewards.py").write_text(TRL)
-    changes = {
-      "data__source": "jsonl",
-      "data__path": write_jsonl(tmp_path / "sums.jsonl", rows),
-      "data__pool": 8,
-      "reward__name": "trl",
-      "reward__path": str(tmp_path / "own_trl_rewards.py"),
-      "reward__function": "right,short",
-      "reward__weights": {"short": 0.25},
-    }
-    rows, samples, run = train(model, tmp_path / "run", **changes)
-    row = rows[-1]
-    assert row["reward/errors"] == 0 and row["reward/short"] == 1
-    # If `short` returns None, it does not count in the reward.
-    assert (
-      row["reward/right"] <= row["reward/mean"] <= row["reward/right"] + 0.25
-    )
-    assert {sample["reward"] for sample in samples} <= {0, 0.25, 1, 1.25}
-    said = "1 of 20 examples of sums, by hash of the question, are held out"
-    assert said in capsys.readouterr().out
-    assert len(run.source) == 8
-    dry_run._check_rewards(run)
-    said = "1 of 1 answers got a verdict; correct ones are unknown for 'trl'"
-    assert said in capsys.readouterr().out
-
 
 class TestData:
   def files(self, tmp_path, rows):
@@ -155,6 +122,19 @@ class TestData:
     run = build.make_run(config)
     dry_run._check_rewards(run)
     assert "rewards: 10 of 10 golds accepted" in capsys.readouterr().out
+
+  def test_correct_answers_are_unknown_for_trl(self, model, tmp_path, capsys):
+    rows = [{"prompt": q, "answer": a, "level": 6} for q, a in QUESTIONS]
+    (tmp_path / "own_trl_rewards.py").write_text(TRL)
+    changes = {
+      "reward__name": "trl",
+      "reward__path": str(tmp_path / "own_trl_rewards.py"),
+      "reward__function": "right,short",
+    }
+    changes |= self.files(tmp_path, rows)
+    dry_run._check_rewards(build.make_run(make_config(model, **changes)))
+    said = "1 of 1 answers got a verdict; correct ones are unknown for 'trl'"
+    assert said in capsys.readouterr().out
 
   def test_the_same_file_is_called_training_data(self, model, tmp_path):
     rows = [{"question": q, "answer": a} for q, a in QUESTIONS]

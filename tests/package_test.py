@@ -111,10 +111,10 @@ class TestInstalled:
     assert done.returncode == 2
     assert "num_generations is data.group_size here" in done.stderr
 
-  def test_trains_in_an_empty_folder(self, installed, tmp_path):
+  def test_starts_a_run_in_an_empty_folder(self, installed, tmp_path):
     model = tiny_run.write_model(tmp_path / "tiny")
     # Without a critic there is less to compile.
-    changes = {"run__steps": 1, "value__pretrain_steps": 0}
+    changes = {"run__steps": 0, "value__pretrain_steps": 0}
     flags = tiny_run.flags(model, "runs/a", **changes)
     flags[0] = "--config=grpo"
     done = _run(installed[0], tmp_path, "jaxrl-train", *flags)

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import pathlib
 import shutil
 
 import pytest
@@ -19,9 +18,6 @@ SWITCHES = {
   "sampler.entropy_tau": 0.1,
   "loss.kl_coefficient": 0.2,
   "loss.kl_reward_coefficient": 0.3,
-}
-OFF = {
-  key: config_lib.get(config_lib.default_config(), key) for key in SWITCHES
 }
 # One of every type: int, float, bool, str, None, tuple.
 ALLOWED = {
@@ -149,20 +145,16 @@ class TestRefused:
 
   @pytest.mark.parametrize("key", SWITCHES)
   def test_a_switch(self, start, key):
-    on = changed({key: SWITCHES[key]})
-    text = refusal(start(make()), on)
-    assert f"config.{key}: {OFF[key]} -> {SWITCHES[key]}" in text
-
-  @pytest.mark.parametrize("key", SWITCHES)
-  def test_a_switch_that_is_on(self, start, key):
-    folder = start(changed({key: SWITCHES[key]}))
-    text = refusal(folder, make())
-    assert f"config.{key}: {SWITCHES[key]} -> {OFF[key]}" in text
+    off, on = config_lib.get(make(), key), SWITCHES[key]
+    folder = start(make())
+    text = refusal(folder, changed({key: on}))
+    assert f"config.{key}: {off} -> {on}" in text
+    unsave(folder)
+    start(changed({key: on}))
+    assert f"config.{key}: {on} -> {off}" in refusal(folder, make())
     # Not off, only stronger.
-    stronger = 2 * SWITCHES[key]
-    assert Workdir(folder).changes(changed({key: stronger})) == {
-      key: [SWITCHES[key], stronger]
-    }
+    found = Workdir(folder).changes(changed({key: 2 * on}))
+    assert found == {key: [on, 2 * on]}
 
   @pytest.mark.parametrize(
     "schedule", [{"schedule__window": 3}, {"schedule__stop": "first_groups"}]
@@ -184,9 +176,7 @@ class TestRefused:
     changes = Workdir(start(make())).changes(changed({"eval.path": "y.jsonl"}))
     assert list(changes) == ["eval.path"]
 
-  @pytest.mark.parametrize(
-    "changes", ["", ', "changes": {"a": 3}', ', "changes": [1]']
-  )
+  @pytest.mark.parametrize("changes", ["", ', "changes": {"a": 3}'])
   def test_a_damaged_record(self, start, changes):
     folder = start(make())
     text = f'{{"step": 1{changes}}}\n'
@@ -240,19 +230,14 @@ class TestAllowed:
     for step, config in ((3, changed(changes)), (5, make(run__steps=7))):
       Workdir(folder).record(step, Workdir(folder).changes(config))
     text = (folder / "config_changes.jsonl").read_text()
+    first = {"loss.clip_high": [0.28, 0.5], "run.steps": [6, 9]}
+    second = {"loss.clip_high": [0.5, 0.28], "run.steps": [9, 7]}
     assert [json.loads(line) for line in text.splitlines()] == [
-      {
-        "step": 3,
-        "changes": {"loss.clip_high": [0.28, 0.5], "run.steps": [6, 9]},
-      },
-      {
-        "step": 5,
-        "changes": {"loss.clip_high": [0.5, 0.28], "run.steps": [9, 7]},
-      },
+      {"step": 3, "changes": first},
+      {"step": 5, "changes": second},
     ]
-    assert (
-      workdir_lib.read_config(folder).to_dict() == make(run__steps=7).to_dict()
-    )
+    found = workdir_lib.read_config(folder)
+    assert found.to_dict() == make(run__steps=7).to_dict()
 
   def test_a_key_that_the_run_did_not_know_had_its_default(self, start):
     folder = start(make())
@@ -271,22 +256,15 @@ class TestStart:
     config = make(run__seed=1)
     assert Workdir(folder).changes(config) == {}
     Workdir(folder).begin(config)
-    assert {path.name for path in folder.iterdir()} == {
-      "config.json",
-      "checkpoints",
-      "base_model",
-    }
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"config.json", "checkpoints", "base_model"}
     assert workdir_lib.read_config(folder).run.seed == 1
 
   def test_keeps_what_the_model_is(self, start, model):
     folder = start(make())
-    kept = {
-      path.name: path.read_text() for path in (folder / "base_model").iterdir()
-    }
-    assert kept == {
-      name: name
-      for name in ("config.json", "tokenizer.json", "chat_template.jinja")
-    }
+    kept = {x.name: x.read_text() for x in (folder / "base_model").iterdir()}
+    names = ("config.json", "tokenizer.json", "chat_template.jinja")
+    assert kept == {name: name for name in names}
     # A run of another model in the same folder keeps no file of the first.
     unsave(folder)
     (model / "chat_template.jinja").unlink()
@@ -356,36 +334,22 @@ class TestSetAside:
       assert line == f"the earlier rows are set aside in {aside}"
       assert (aside / "metrics.jsonl").read_text() == text
       assert (aside / "config.json").is_file()
-
-  def test_one_of_several_may_be_removed(self, start):
-    folder = start(make())
-    unsave(folder)
-    self.rows(folder, 3)
-    for _ in range(2):
-      Workdir(folder).set_aside(-1)
     shutil.rmtree(folder / "set_aside_1")
-    assert Workdir(folder).set_aside(-1).endswith("set_aside_1")
-    assert Workdir(folder).set_aside(-1).endswith("set_aside_3")
+    for number in (1, 3):
+      assert Workdir(folder).set_aside(-1).endswith(f"set_aside_{number}")
 
   def test_what_is_later_than_a_step(self, start):
     folder = start(make())
     save(folder, 5, 10)
+    (folder / "checkpoints" / "4").mkdir()  # Left by a kill, without a COMMIT.
     text = self.rows(folder, 11)
     line = Workdir(folder).set_aside(3)
     aside = folder / "set_aside_1"
-    assert line.startswith("checkpoints 5, 10 and earlier rows are set aside")
+    assert line.startswith("checkpoints 4, 5, 10 and earlier rows are set asid")
+    assert (aside / "checkpoints" / "4").is_dir()
     assert (aside / "metrics.jsonl").read_text() == text
     assert workdir_lib.steps(folder) == [3]
     assert workdir_lib.steps(aside) == [5, 10]
-
-  def test_what_a_kill_left_without_a_commit(self, start):
-    folder = start(make())
-    (folder / "checkpoints" / "4").mkdir()
-    assert workdir_lib.steps(folder) == [3]
-    line = Workdir(folder).set_aside(3)
-    aside = folder / "set_aside_1"
-    assert line == f"checkpoints 4 and earlier rows are set aside in {aside}"
-    assert (aside / "checkpoints" / "4").is_dir()
 
   def test_nothing(self, start):
     folder = start(make())
@@ -395,10 +359,8 @@ class TestSetAside:
     (folder / "metrics.jsonl").write_text("")
     unsave(folder)
     assert Workdir(folder).set_aside(-1) == ""
-    assert set(before) - {*tiny_run.snapshot(folder)} == {
-      pathlib.Path("checkpoints/3"),
-      pathlib.Path("checkpoints/3/COMMIT"),
-    }
+    gone = set(before) - {*tiny_run.snapshot(folder)}
+    assert {str(x) for x in gone} == {"checkpoints/3", "checkpoints/3/COMMIT"}
 
 
 class TestFindStep:

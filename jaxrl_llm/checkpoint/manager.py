@@ -126,23 +126,6 @@ class Checkpointer:
       os.replace(self.directory / step, old)
       shutil.rmtree(old)
 
-  def restore(self, step: int, targets: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads some trees of a step without reading the others.
-
-    Args:
-      step: number of the step.
-      targets: name -> tree of ShapeDtypeStructs with shardings.
-
-    Returns:
-      name -> tree like its target.
-
-    Raises:
-      DamagedError: The data differ from what was saved.
-      InputError: The step does not exist or has other shapes.
-      TrainingStopped: A process does not see a file that the first one sees.
-    """
-    return trees_lib.load(self.directory / str(step), targets)
-
   def save_states(
     self, step: int, states: Mapping[str, Any], **metadata: Any
   ) -> None:
@@ -160,10 +143,12 @@ class Checkpointer:
       abstract: states as in `state.targets`.
 
     Raises:
-      InputError: As in `restore`, or the states have other parts.
+      InputError: The states have other parts. For more errors see
+        `checkpoint.load`.
     """
     values = self.record(step, "states")["states"]
-    trees = self.restore(step, state.targets(abstract, values))
+    wanted = state.targets(abstract, values)
+    trees = trees_lib.load(self.directory / str(step), wanted)
     return state.from_items(abstract, trees, values)
 
   def save_base(self, trees: Mapping[str, Any]) -> None:
@@ -274,7 +259,7 @@ def load_base(
   Args:
     directory: directory of the steps.
     step: step to read from in format 4, where each step has all arrays.
-    targets: as in `Checkpointer.restore`, which raises the same errors.
+    targets: as in `checkpoint.load`, which raises the same errors.
   """
   base = directory / _BASE
   if not processes.of_first((base / commit.FILE).exists):

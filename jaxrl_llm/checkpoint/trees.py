@@ -71,7 +71,20 @@ def load_tree(path: str | os.PathLike, target: Any) -> Any:
 
 
 def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
-  """Reads some items of a checkpoint; see `Checkpointer.restore`."""
+  """Reads some items of a checkpoint without reading the others.
+
+  Args:
+    path: folder of the checkpoint.
+    targets: name -> tree of ShapeDtypeStructs with shardings.
+
+  Returns:
+    name -> tree like its target.
+
+  Raises:
+    DamagedError: The data differ from what was saved.
+    InputError: The checkpoint does not exist or has other shapes.
+    TrainingStopped: A process does not see a file that the first one sees.
+  """
   path = pathlib.Path(path).absolute()
   record = processes.of_first(commit.read, path)
   processes.await_files(path)

@@ -121,7 +121,7 @@ class MetricsLogger(PhaseLogger):
     ]
     self._console = ConsoleWriter(total_steps=total_steps, stream=stream)
     self.callback(self._console.close)
-    self.enter_context(
+    self.callback(
       watch_compilations(self._console.compiling, self._console.compiled)
     )
     self._logs += rows.log, *tracked, self._console.log

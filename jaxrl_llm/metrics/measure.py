@@ -132,16 +132,13 @@ class CompileCounter:
   """
 
   def __init__(self):
-    # Imported here: little in this package needs jax.
-    import jax
-
     self._count, self._seconds = 0, collections.defaultdict(float)
-    jax.monitoring.register_event_duration_secs_listener(self._listen)
+    watch_compilations(lambda program: None, self._add)
 
-  def _listen(self, event: str, duration: float, **_) -> None:
-    if event == _COMPILE_EVENT:
-      self._count += 1
-      self._seconds[threading.get_ident()] += duration
+  def _add(self, program: str, seconds: float) -> None:
+    del program
+    self._count += 1
+    self._seconds[threading.get_ident()] += seconds
 
   def seconds(self) -> float:
     """Returns the compilation time of the calling thread so far."""
@@ -153,39 +150,44 @@ class CompileCounter:
     return count
 
 
-def _program(name: str) -> str:
-  """Extracts `f` from JAX's name `jit(f)`."""
-  return name.removeprefix("jit(").removesuffix(")")
-
-
-@contextlib.contextmanager
 def watch_compilations(
   begin: Callable[[str], None], end: Callable[[str, float], None]
-) -> Iterator[None]:
-  """Reports compilations of this process while the context is active.
+) -> Callable[[], None]:
+  """Reports compilations of this process until the result is called.
 
   Args:
     begin: called with the name of a program when its compilation begins.
     end: called with its name and compilation time in seconds when it ends.
+
+  Returns:
+    A function that ends the reports.
   """
-  from jax import monitoring
+  from jax import monitoring  # Imported here: little here needs jax.
+
+  # By thread. JAX's own durations are differences of the system's time, which
+  # may be set back meanwhile.
+  begun = {}
+  program = lambda name: name.removeprefix("jit(").removesuffix(")")
 
   def on_begin(event: str, value: float, *, fun_name: str = "", **_) -> None:
     del value
     if event == _COMPILE_EVENT:
-      begin(_program(fun_name))
+      begun[threading.get_ident()] = time.perf_counter()
+      begin(program(fun_name))
 
-  def on_end(event: str, seconds: float, *, fun_name: str = "", **_) -> None:
-    if event == _COMPILE_EVENT:
-      end(_program(fun_name), seconds)
+  def on_end(event: str, duration: float, *, fun_name: str = "", **_) -> None:
+    del duration
+    if event == _COMPILE_EVENT and threading.get_ident() in begun:
+      seconds = time.perf_counter() - begun.pop(threading.get_ident())
+      end(program(fun_name), seconds)
+
+  def stop() -> None:
+    monitoring.unregister_scalar_listener(on_begin)
+    monitoring.unregister_event_duration_listener(on_end)
 
   monitoring.register_scalar_listener(on_begin)
   monitoring.register_event_duration_secs_listener(on_end)
-  try:
-    yield
-  finally:
-    monitoring.unregister_scalar_listener(on_begin)
-    monitoring.unregister_event_duration_listener(on_end)
+  return stop
 
 
 def peak_memory_gib() -> float:

@@ -9,8 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-EXIT_CODE = 1
-
 
 class Watchdog:
   """Tracks the current phase of a process and when it began.
@@ -70,7 +68,7 @@ class Watchdog:
       naming.start()
       naming.join(10)
       faulthandler.dump_traceback(file=2, all_threads=True)
-      os._exit(EXIT_CODE)
+      os._exit(1)
 
   def _name_suspects(self) -> None:
     print(*self.suspects(), sep="\n", file=sys.stderr, flush=True)

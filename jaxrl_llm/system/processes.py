@@ -272,8 +272,9 @@ def gather(value: T) -> list[T]:
       client.key_value_delete(parts)
       _cleared[channel] = number
       client.key_value_set_bytes(joined, data)
-      return [pickle.loads(part) for part in pickle.loads(data)]
-    return [pickle.loads(part) for part in pickle.loads(_receive(joined))]
+    else:
+      data = _receive(joined)
+    return [pickle.loads(part) for part in pickle.loads(data)]
 
 
 def _next_message() -> tuple[str, int]:

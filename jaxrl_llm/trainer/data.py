@@ -175,9 +175,13 @@ def _examples(config: Any, seed: int) -> tuple[sources.Source, list[tuple]]:
     )
     return kept, [(f"{label}_heldout", held_out, origin)]
   found = []
+  # Columns that the training data do not have are those of files.
+  free = "columns" not in sources.reads(data.source)
   for one in sets or [benchmarks.Dataset(label, data.source, path)]:
     # Known benchmarks and other sources have their own layout.
     layout = own if one.source == data.source and not one.known else {}
+    if free and one.source in sources.FILES and not one.known:
+      layout = {"columns": own["columns"]}
     source = sources.make_source(one.source, **given, path=one.path, **layout)
     found.append((one.name, source, ""))
   return train, found

@@ -50,11 +50,14 @@ def make_config(
   config.eval.pass_k, config.checkpoint.best = (), ""
   if datasets:
     config_lib.update(config, {"eval.path": datasets})
-    # If the training data are files, the sets have the same columns.
-    files = config.data.source in sources.FILES
+    data, files = config.data, config.data.source in sources.FILES
     config.eval.source = "" if files else "jsonl"
-    if files and not config.data.path:
-      config.data.source = "chain_sum"  # Training data is not used.
+    reads = data.template == "few_shot" or config.eval.on_overlap == "drop"
+    reads = reads or data.order != "shuffled" or data.path == datasets
+    # Otherwise no training data is needed: its files may be large, or missing
+    # on this machine.
+    if files and not (reads and data.path):
+      data.source, data.path = "chain_sum", ""
   # Slots do not change responses, but must hold all those to a problem.
   slots = config.sampler.slots or config_lib.batch_size(config)
   config.sampler.slots = max(slots, config.eval.samples)

@@ -83,9 +83,8 @@ def test_a_line_that_is_being_written(tmp_path, capsys):
 
 
 def test_an_empty_folder(tmp_path, capsys):
-  code, _, err = run(tmp_path, capsys)
-  assert code == 2
-  assert err == f"detect: {tmp_path}: no file HOST.jsonl\n"
+  said = f"detect: {tmp_path}: no file HOST.jsonl\n"
+  assert run(tmp_path, capsys) == (2, "", said)
 
 
 def test_who_is_slow(tmp_path, capsys):

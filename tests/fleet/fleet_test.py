@@ -1,14 +1,10 @@
 """The detector of broken hosts: its parts, then simulated fleets."""
 
-import itertools
-
-import jax
 import numpy as np
 import pytest
 
 from jaxrl_llm import fleet
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.fleet import denoiser, scores
 
 _NAN = np.nan
 
@@ -22,6 +18,10 @@ def broken(host=2, metric=1, onset=200, size=6.0, **of_noise):
   x = noise(**of_noise)
   x[host, onset:, metric] += size
   return x
+
+
+def detected(x, **how):
+  return [(alarm.host, alarm.metric) for alarm in fleet.detect(x, **how)]
 
 
 class TestFillGaps:
@@ -40,25 +40,6 @@ class TestFillGaps:
 
   def test_leaves_what_is_whole(self):
     np.testing.assert_array_equal(fleet.fill_gaps(noise()), noise())
-
-
-class TestDistances:
-  def test_the_farthest_is_that_of_all_pairs(self):
-    # A broken host among healthy ones, equally often.
-    for seed in range(50):
-      rng = np.random.default_rng(seed)
-      points = rng.standard_normal((40, 8))
-      points[rng.integers(40)] += 4 * rng.standard_normal(8)
-      pairs = np.linalg.norm(points[:, None] - points[None], axis=-1).sum(1)
-      assert scores.distances(points).argmax() == pairs.argmax()
-
-  def test_of_two_groups_at_once(self):
-    points = np.random.default_rng(0).standard_normal((5, 3, 2))
-    by_hand = [
-      [np.hypot(*(p - np.median(points[:, t], axis=0))) for p in points[:, t]]
-      for t in range(3)
-    ]
-    np.testing.assert_allclose(scores.distances(points).T, by_hand)
 
 
 class TestMedianScores:
@@ -82,8 +63,7 @@ class TestMedianScores:
   def test_units_do_not_count(self):
     x = broken()
     scaled = x * [1e-3, 1.0, 1e6] + [5, -7, 0]
-    tiny = fleet.detect(1e-12 * x.astype(np.float64))
-    assert [(a.host, a.metric) for a in tiny] == [(2, 1)]
+    assert detected(1e-12 * x.astype(np.float64)) == [(2, 1)]
     np.testing.assert_allclose(
       fleet.median_scores(x), fleet.median_scores(scaled), rtol=1e-2, atol=1e-2
     )
@@ -91,8 +71,7 @@ class TestMedianScores:
   def test_what_all_do_does_not_count(self):
     x = broken().astype(np.float64)
     common = 50 * np.sin(np.arange(600) / 7)[:, None] * [1, 2, 3]
-    (alarm,) = fleet.detect(x + common)
-    assert (alarm.host, alarm.metric) == (2, 1)
+    assert detected(x + common) == [(2, 1)]
     healthy = np.delete(x, 2, axis=0) + common
     assert fleet.median_scores(healthy).max() < 1
 
@@ -105,12 +84,12 @@ class TestMedianScores:
       x[host, second:] += 0.1  # A disk that fills up, in tenths of a percent.
     assert fleet.detect(x) == []
     x[1, 400:] += 1.0
-    assert [alarm.host for alarm in fleet.detect(x)] == [1]
+    assert detected(x) == [(1, 0)]
 
   def test_any_change_counts_where_all_others_stand_still(self):
     x = np.full((5, 600, 1), 47.0)
     x[1, 200:] = 48.0
-    assert [alarm.host for alarm in fleet.detect(x)] == [1]
+    assert detected(x) == [(1, 0)]
 
 
 class TestWatch:
@@ -147,9 +126,8 @@ class TestWatch:
     before = since.copy()
     found = np.array([[0, 0], [0, 0], [5.0, 0], [0, 5.0]])
     _, (alarm,) = fleet.watch(since, found, 90.0, threshold=2.0, hold_s=40.0)
-    assert alarm == fleet.Alarm(
-      host=3, metric=1, since=50.0, until=90.0, score=5
-    )
+    wanted = {"since": 50.0, "until": 90.0, "score": 5}
+    assert alarm == fleet.Alarm(host=3, metric=1, **wanted)
     np.testing.assert_array_equal(before, since)
 
 
@@ -164,10 +142,7 @@ class TestDetect:
     assert fleet.detect(broken()[:, :400], hold_s=60)[0].host == 2
 
   def test_the_order_of_hosts_does_not_count(self):
-    x = broken()
-    for order in itertools.islice(itertools.permutations(range(6)), 0, 700, 97):
-      (alarm,) = fleet.detect(x[list(order)])
-      assert order[alarm.host] == 2
+    assert detected(broken()[::-1]) == [(3, 1)]
 
   def test_names_the_metric_that_tells_most(self):
     x = noise()
@@ -176,31 +151,24 @@ class TestDetect:
       (["disk", "gpu_power", "cpu_usage"], "cpu_usage"),
       (["disk", "fan", "gpu_power"], "gpu_power"),
       (["disk", "fan", "load"], "disk"),
+      (None, 0),
     ):
-      (alarm,) = fleet.detect(x, names)
-      assert alarm.metric == first
-    assert fleet.detect(x)[0].metric == 0
+      assert detected(x, metrics=names) == [(2, first)]
 
   def test_refuses_names_that_do_not_fit(self):
-    for arguments in [
-      (noise(), ["disk"]),
-      (noise(), None, ["trainer"]),
-      (noise()[0],),
-      (noise()[:, :0],),
-    ]:
+    x = noise()
+    for given in [(x, ["disk"]), (x, None, ["a"]), (x[0],), (x[:, :0],)]:
       with pytest.raises(InputError, match="give .hosts, seconds, metrics"):
-        fleet.detect(*arguments)
+        fleet.detect(*given)
 
-  @pytest.mark.parametrize("broken_host", [None, 0, 3])
+  @pytest.mark.parametrize("broken_host", [0, 3])
   def test_lasting_differences_neither_alarm_nor_hide_a_fault(
     self, broken_host
   ):
     x = noise(seconds=900)
     bias = np.random.default_rng(5).uniform(-60, 60, (6, 1, 3))
     x += bias.astype(np.float32)
-    if broken_host is None:
-      assert fleet.detect(x) == []
-      return
+    assert fleet.detect(x) == []
     x[broken_host, 400:, 2] += 5.0
     (alarm,) = fleet.detect(x)
     assert (alarm.host, alarm.metric) == (broken_host, 2)
@@ -215,7 +183,7 @@ class TestDetect:
   def test_a_growing_difference_is_a_fault(self):
     x = noise(seconds=900)
     x[1, 300:, 0] += np.linspace(0, 8, 600)
-    assert [alarm.host for alarm in fleet.detect(x)] == [1]
+    assert detected(x) == [(1, 0)]
 
   def test_hosts_that_drift_apart_are_healthy(self):
     x = noise(hosts=12, seconds=900)
@@ -233,52 +201,34 @@ class TestDetect:
     x[2, 250:] -= 20.0
     x[7, 200:, 1] += 5.0
     x[9, 400:, 1] += 5.0
-    assert [alarm.host for alarm in fleet.detect(x)] == [7, 2, 9]
+    assert [host for host, _ in detected(x)] == [7, 2, 9]
 
   def test_a_large_fault_in_the_first_minutes_is_found(self):
-    assert [
-      alarm.host for alarm in fleet.detect(broken(onset=100, size=40))
-    ] == [2]
+    assert detected(broken(onset=100, size=40)) == [(2, 1)]
 
   def test_a_frozen_metric_is_a_fault(self):
     x = noise()
     x[4, 200:, 1] = 0.1  # Its level is unchanged.
-    (alarm,) = fleet.detect(x)
-    assert (alarm.host, alarm.metric) == (4, 1)
+    assert detected(x) == [(4, 1)]
 
   @pytest.mark.parametrize("share", [0.8, 1.0])
   def test_a_host_that_stops_sending_is_a_fault(self, share):
     x = noise()
     lost = np.random.default_rng(3).random(400) < share
     x[4, 200:][lost] = np.nan
-    assert [alarm.host for alarm in fleet.detect(x)] == [4]
+    assert [host for host, _ in detected(x)] == [4]
 
   def test_roles_are_compared_apart(self):
     x = noise(hosts=8)
     roles = ["trainer"] * 4 + ["sampler"] * 4
     x[4:] += 50.0  # Another workload.
     x[5, 200:, 0] -= 8.0
-    (alarm,) = fleet.detect(x, roles=roles)
-    assert (alarm.host, alarm.metric) == (5, 0)
+    assert detected(x, roles=roles) == [(5, 0)]
 
   def test_two_hosts_are_not_compared(self):
     x = broken(hosts=5)
     assert fleet.detect(x[:2] * [1, 50, 1]) == []
     assert fleet.detect(x, roles=["a", "b", "b", "c", "c"]) == []
-
-
-class TestDenoiser:
-  def test_takes_noise_away(self):
-    windows = denoiser.cut(denoiser.standardized(noise(hosts=16)))
-    params = denoiser.fit(jax.random.key(0), windows, steps=200, batch=128)
-    x = denoiser.standardized(noise(hosts=8, seed=7))
-    windows = denoiser.cut(x).transpose(2, 0, 1)
-    clean = np.asarray(denoiser._reconstruct(params, windows))
-    assert clean.shape == windows.shape
-    assert clean.var() < 0.7 * windows.var()
-    # The remainder is specific to the window: its level.
-    levels = np.corrcoef(clean.mean(-1).ravel(), windows.mean(-1).ravel())[0, 1]
-    assert levels > 0.6
 
 
 class TestSlowHosts:

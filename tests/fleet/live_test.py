@@ -54,14 +54,17 @@ def of_steps(seconds, step_s=6.0):
   return fleet.Reports(hosts)
 
 
+def write_reports(folder, reports):
+  for name, rows in reports.hosts.items():
+    write(folder / f"{name}.jsonl", rows)
+
+
 def write_samples(folder, *args):
-  for name, rows in of_samples(*args).hosts.items():
-    write(folder / "samples" / f"{name}.jsonl", rows)
+  write_reports(folder / "samples", of_samples(*args))
 
 
 def write_steps(folder, *args, **settings):
-  for name, rows in of_steps(*args, **settings).hosts.items():
-    write(folder / f"{name}.jsonl", rows)
+  write_reports(folder, of_steps(*args, **settings))
 
 
 def find(folder):
@@ -98,12 +101,11 @@ class TestSuspects:
     shares = np.full((6, 8), 0.1)
     shares[3:] = 0.6
     for role in ("learner", "sampler"):
-      hosts = of_samples(shares).hosts
-      for host, (name, rows) in enumerate(hosts.items()):
-        rows = [
-          {**row, "role": role if host < 3 else "sampler"} for row in rows
-        ]
-        write(tmp_path / "samples" / f"{name}.jsonl", rows)
+      reports = of_samples(shares)
+      for host, rows in enumerate(reports.hosts.values()):
+        for row in rows:
+          row["role"] = role if host < 3 else "sampler"
+      write_reports(tmp_path / "samples", reports)
       assert bool(find(tmp_path)) == (role == "sampler")
 
   def test_all_that_stall_are_alike(self, tmp_path):
@@ -126,12 +128,10 @@ class TestSuspects:
     assert find(tmp_path) == {}
 
   def test_who_takes_the_memory(self, tmp_path):
-    write_samples(tmp_path, np.zeros((4, 8)))
-    file = tmp_path / "samples" / "2-vm.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows[-4:]:
+    reports = of_samples(np.zeros((4, 8)))
+    for row in reports.hosts["2-vm"][-4:]:
       row["memory_usage"] = 0.09
-    write(file, rows)
+    write_reports(tmp_path / "samples", reports)
     assert find(tmp_path) == {"2-vm": ("memory_usage", 16)}
 
   def test_files_that_are_not_there_or_being_written(self, tmp_path):
@@ -159,10 +159,8 @@ class TestSuspects:
     seconds[0, -4:] = 3.0
     write_steps(tmp_path, seconds)
     (line,) = live.describe(live.suspects(tmp_path, _EVERY_S))
-    assert line.startswith(
-      "suspect host 0-vm: host/reward_s is 3.0 times that of the other hosts"
-      " since 20"
-    )
+    said = "host/reward_s is 3.0 times that of the other hosts since 20"
+    assert line.startswith(f"suspect host 0-vm: {said}")
 
 
 def test_a_healthy_hour_names_nobody(monkeypatch):
@@ -232,14 +230,10 @@ class TestHostWatch:
     assert found == [{}, suspect, suspect, {}]
 
   def test_memory_is_no_sign_while_a_checkpoint_is_written(self, tmp_path):
-    told = []
-    for host in range(1, 4):
-      share = 0.9 if host == 2 else 0.3
-      rows = [
-        {"time": time.time() + i, "stalled": 0.0, "memory_usage": share}
-        for i in range(60, 64)
-      ]
-      write(tmp_path / "samples" / f"{host}-vm.jsonl", rows)
+    told, reports = [], of_samples(np.zeros((4, 4)))
+    for row in reports.hosts["2-vm"]:
+      row["memory_usage"] = 0.15
+    write_reports(tmp_path / "samples", reports)
     for saving in (True, False):
       saves = functools.partial(bool, saving)
       fleet.HostWatch(tmp_path, "0-vm", _EVERY_S, told.append, saves)._look()
