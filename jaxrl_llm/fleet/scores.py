@@ -92,6 +92,19 @@ def residuals(x: np.ndarray) -> np.ndarray:
   return x - np.median(x, axis=0)
 
 
+def distances(points: np.ndarray) -> np.ndarray:
+  """Returns each host's distance from the median host, at a cost of O(H).
+
+  Args:
+    points: float [H, ..., D].
+
+  Returns:
+    [H, ...]. The host that is farthest from all others, summed over all pairs,
+    is the farthest from the median (tested).
+  """
+  return np.linalg.norm(points - np.median(points, axis=0), axis=-1)
+
+
 def _scores(x: np.ndarray) -> np.ndarray:
   """Returns z of one metric, [H, S] -> [T, H]."""
   filled = fill_gaps(x[..., None])[..., 0]

@@ -13,15 +13,17 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from helpers import fleet_variants, fleets
 from parts import program
 
 from jaxrl_llm import fleet
+from jaxrl_llm.fleet import denoiser
 
 _SIZES = (4, 8, 16, 32, 64, 128)  # Hosts; larger fleets behave alike.
-_JOINT = 0.6  # Threshold of all metrics as one.
+_VAE, _JOINT = 2.7, 0.6  # Thresholds of other detectors.
 SIMULATORS = {
   "fleets": fleets.episode,
   "units": fleet_variants.units,
@@ -38,14 +40,30 @@ class Outcome(NamedTuple):
   kind: str  # Kind of the fault; '' without one.
 
 
-def detectors() -> dict[str, Callable]:
+def fitted(episodes: int = 8, **training: int):
+  """Returns denoisers trained on healthy fleets of separate seeds."""
+  windows = []
+  for i in range(episodes):
+    drawn = fleets.episode(10**6 + i, hosts=16, faulty=False)
+    x = drawn.x[[role == "trainer" for role in drawn.roles]]
+    windows.append(denoiser.cut(denoiser.standardized(x)))
+  return denoiser.fit(jax.random.key(0), np.concatenate(windows), **training)
+
+
+def detectors(params) -> dict[str, Callable]:
   """Returns the detectors that are compared, by name."""
+  median = functools.partial(fleet.detect, score=fleet.median_scores)
   joint = lambda x: np.sqrt(
     np.mean(fleet.median_scores(x) ** 2, axis=-1, keepdims=True)
   )
   return {
-    "median": fleet.detect,
-    "median, no continuity": functools.partial(fleet.detect, hold_s=0.0),
+    "median": median,
+    "LSTM-VAE": functools.partial(
+      fleet.detect,
+      score=functools.partial(denoiser.denoised_scores, params),
+      threshold=_VAE,
+    ),
+    "median, no continuity": functools.partial(median, hold_s=0.0),
     "median, all metrics as one": functools.partial(
       fleet.detect, score=joint, threshold=_JOINT
     ),
@@ -100,6 +118,20 @@ def campaign(
   return found
 
 
+@pytest.mark.slow
+def test_the_denoiser_finds_broken_hosts():
+  score = functools.partial(
+    denoiser.denoised_scores, fitted(episodes=1, steps=200)
+  )
+  detect = functools.partial(fleet.detect, score=score, threshold=_VAE)
+  outcomes = [
+    judge(detect, fleets.episode(seed, hosts=8, faulty=seed % 2 == 0))
+    for seed in range(12)
+  ]
+  assert sum(outcome.right for outcome in outcomes) >= 5
+  assert sum(outcome.wrong for outcome in outcomes) <= 1
+
+
 @pytest.mark.slow(minutes=0.1)
 @pytest.mark.parametrize(
   ("simulator", "hard", "least"),
@@ -116,7 +148,7 @@ def test_a_campaign(simulator, hard, least):
 
 def main(*, episodes: int, first: int, simulator: str, only: str) -> None:
   """Prints a table of the detectors on each profile."""
-  compared = {"median": fleet.detect} if only else detectors()
+  compared = {"median": fleet.detect} if only else detectors(fitted())
   for hard in (False, True):
     outcomes = campaign(
       episodes, hard=hard, compared=compared, first=first, simulator=simulator

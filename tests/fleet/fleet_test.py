@@ -1,10 +1,12 @@
 """The detector of broken hosts: its parts, then simulated fleets."""
 
+import jax
 import numpy as np
 import pytest
 
 from jaxrl_llm import fleet
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.fleet import denoiser, scores
 
 _NAN = np.nan
 
@@ -40,6 +42,25 @@ class TestFillGaps:
 
   def test_leaves_what_is_whole(self):
     np.testing.assert_array_equal(fleet.fill_gaps(noise()), noise())
+
+
+class TestDistances:
+  def test_the_farthest_is_that_of_all_pairs(self):
+    # A broken host among healthy ones, equally often.
+    for seed in range(50):
+      rng = np.random.default_rng(seed)
+      points = rng.standard_normal((40, 8))
+      points[rng.integers(40)] += 4 * rng.standard_normal(8)
+      pairs = np.linalg.norm(points[:, None] - points[None], axis=-1).sum(1)
+      assert scores.distances(points).argmax() == pairs.argmax()
+
+  def test_of_two_groups_at_once(self):
+    points = np.random.default_rng(0).standard_normal((5, 3, 2))
+    by_hand = [
+      [np.hypot(*(p - np.median(points[:, t], axis=0))) for p in points[:, t]]
+      for t in range(3)
+    ]
+    np.testing.assert_allclose(scores.distances(points).T, by_hand)
 
 
 class TestMedianScores:
@@ -229,6 +250,20 @@ class TestDetect:
     x = broken(hosts=5)
     assert fleet.detect(x[:2] * [1, 50, 1]) == []
     assert fleet.detect(x, roles=["a", "b", "b", "c", "c"]) == []
+
+
+class TestDenoiser:
+  def test_takes_noise_away(self):
+    windows = denoiser.cut(denoiser.standardized(noise(hosts=16)))
+    params = denoiser.fit(jax.random.key(0), windows, steps=200, batch=128)
+    x = denoiser.standardized(noise(hosts=8, seed=7))
+    windows = denoiser.cut(x).transpose(2, 0, 1)
+    clean = np.asarray(denoiser._reconstruct(params, windows))
+    assert clean.shape == windows.shape
+    assert clean.var() < 0.7 * windows.var()
+    # The remainder is specific to the window: its level.
+    levels = np.corrcoef(clean.mean(-1).ravel(), windows.mean(-1).ravel())[0, 1]
+    assert levels > 0.6
 
 
 class TestSlowHosts:
