@@ -104,7 +104,7 @@ class TestScript:
     # GPU kernels reject such a KV cache before compilation.
     kernels = "xla" if topology.startswith("h100") else "auto"
     done = self.compile(
-      *(folder, topology, "--config.sampler.kv_pages=4000000"),
+      *(folder, topology, "--config.sampler.kv_pages=8000000"),
       f"--config.model.kernels={kernels}",
     )
     assert done.returncode == 1 and "the run does not fit" in done.stderr
