@@ -4,20 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_experience, tiny_run
-from helpers.tiny_algorithm import make_algorithm, pack_policy
+from helpers import tiny_run
+from helpers.tiny_algorithm import make_algorithm
 from helpers.tiny_mesh_run import Spy, with_engine
 from helpers.tiny_run import make_run
 
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import packing, providers
+from jaxrl_llm.learner import providers
 from jaxrl_llm.learner.choices import PROXIMALS, correction_of
-from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.system import signals
 from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.validation import validate
-from jaxrl_llm.types import Status, join_rows, take_rows
+from jaxrl_llm.types import join_rows, take_rows
 
 WIDE = {
   "loss__clip_low": 0.999999,
@@ -114,24 +112,6 @@ class TestImportanceWeights:
     }
     loss = made.policy_loss(inputs).loss
     np.testing.assert_allclose(loss, [[-0.185]], rtol=1e-6)
-
-
-def test_a_rejected_token_counts_in_the_denominator():
-  """Otherwise, a mask would enlarge the step of the tokens that it keeps."""
-  made = make_algorithm(off_policy__correction="mask", off_policy__high=1.5)
-  rollout = tiny_experience.make_rollout()
-  given = np.where(rollout.mask, -1.0, 0.0)
-  given[0, 0] = -2.0  # exp(1) is rejected; the others have a weight of 1.
-  got = tiny_experience.make(
-    rollout=rollout.replace(behavior_logprobs=given.astype(np.float32)),
-    off_policy__correction="mask",
-  )
-  layout = packing.make_layout(rollout, capacity=20, rows=1, micro_batches=3)
-  batch = packing.MiniBatch(np.arange(3), layout, rollout)
-  batch = pack_policy(jax.device_get(got), batch, made)
-  weights = layout.gather(batch.inputs["weights"])
-  np.testing.assert_allclose(weights.sum(), 8 / 9, rtol=1e-6)
-  assert weights[0, 0] == 0
 
 
 class TestNothingToTrain:
@@ -263,61 +243,16 @@ class TestMismatch:
     np.testing.assert_allclose(got, 0.5, atol=1e-4)
 
 
-class TestPretraining:
-  def pretrain(self, run, folder):
-    with metrics.MetricsLogger(folder, total_steps=1, last_step=-1) as logger:
-      states, _ = loop.start(run, folder, logger, signals.Stopped(), begun=0.0)
-    return states
-
-  def test_regresses_on_monte_carlo_returns(self, model, tmp_path, monkeypatch):
-    run = make_run(model, value__pretrain_steps=1, estimator__lambda_value=0.5)
-    seen, learned = [], []
-    measure, learn = Learner.measure, Learner.update_member
-
-    def measured(self, state, name, responses, rng):
-      seen.append((responses, measure(self, state, name, responses, rng)))
-      return seen[-1][1]
-
-    def update_member(self, state, name, batch, rng):
-      assert name == "critic"
-      learned.append(batch)
-      return learn(self, state, name, batch, rng)
-
-    monkeypatch.setattr(Learner, "measure", measured)
-    monkeypatch.setattr(Learner, "update_member", update_member)
-    self.pretrain(run, tmp_path)
-    # The other batch is only measured.
-    (responses, batch), _ = seen
-    assert len(learned) == 1 and learned[0] is batch
-    mask = batch.experience["value_mask"]
-    assert mask.any()
-    outcome = np.broadcast_to(responses.rewards[:, None], mask.shape)
-    np.testing.assert_allclose(
-      batch.experience["returns"][mask], outcome[mask], atol=1e-6
-    )
-
-
-def test_positive_examples_are_whole_responses():
-  """The window contains only the end of a correct response."""
-  rollout = tiny_experience.make_rollout(
-    window_start=np.asarray([2, 0, 0]),
-    status=np.asarray([Status.FINISHED, Status.FINISHED, Status.OVERLONG]),
+def test_value_pretraining_regresses_on_monte_carlo_returns(model):
+  run = make_run(model, value__pretrain_steps=1, estimator__lambda_value=0.5)
+  states, _, collected = tiny_run.collect(run)
+  responses = collected.batch.responses
+  batch = run.pretraining.learner.measure(
+    states.learner, "critic", responses, np.random.default_rng(0)
   )
-  mask = rollout.mask
-  got = jax.device_get(tiny_experience.make(rollout=rollout))
-  np.testing.assert_array_equal(got["positive_mask"][0], mask[0])
-  np.testing.assert_array_equal(got["policy_mask"][0], [0, 0, 1, 1, 0])
-  assert not got["positive_mask"][1:].any()
-  # They reach the update together with the policy's tokens.
-  layout = packing.make_layout(rollout, capacity=20, rows=1, micro_batches=3)
-  batch = packing.MiniBatch(np.arange(3), layout, rollout)
-  # The mean over their tokens does not depend on the mode of the policy loss.
-  made = make_algorithm(loss__mode="seq-mean-token-sum")
-  batch = pack_policy(got, batch, made)
-  np.testing.assert_array_equal(layout.gather(batch.mask), got["policy_mask"])
-  np.testing.assert_array_equal(
-    layout.gather(batch.packed.mask), got["policy_mask"] | got["positive_mask"]
+  mask = batch.experience["value_mask"]
+  outcome = np.broadcast_to(responses.rewards[:, None], mask.shape)
+  assert mask.any() and np.ptp(responses.rewards) > 0
+  np.testing.assert_allclose(
+    batch.experience["returns"][mask], outcome[mask], atol=1e-6
   )
-  nll = layout.gather(batch.inputs["nll/weights"])
-  np.testing.assert_allclose(nll[0], [0.25, 0.25, 0.25, 0.25, 0])
-  assert not layout.gather(batch.inputs["weights"])[0, :2].any()

@@ -38,6 +38,7 @@ class TestIdentities:
     ("leaf", "on"),
     [
       ("ref_logprobs", {"loss__kl_coefficient": 0.1}),
+      ("turn_rewards", {"environment__rewards": "turns"}),
       ("ref_logprobs", {"loss__kl_reward_coefficient": 0.1}),
       ("entropies", {"loss__name": "hapo"}),
       ("behavior_logprobs", {"off_policy__correction": "truncate"}),

@@ -7,6 +7,7 @@ from helpers.tiny_algorithm import make_algorithm
 from helpers.tiny_experience import (
   BEHAVIOR,
   MASK,
+  SHIFTED,
   VALUES,
   make,
   make_rollout,
@@ -57,11 +58,9 @@ class TestExperience:
     assert "value/explained_variance" not in row
 
   def test_a_correction(self):
-    behavior = np.where(MASK, -1.0, 7.0).astype(np.float32)
-    behavior[0] -= np.log([8.0, 1.5, 1.0, 0.5, 1.0], dtype=np.float32)
     changes = {"off_policy__correction": "mask"}
-    got = make(rollout=make_rollout(behavior_logprobs=behavior), **changes)
-    row = report(got, behavior, **changes)
+    got = make(rollout=SHIFTED, **changes)
+    row = report(got, SHIFTED.behavior_logprobs, **changes)
     names = {name for name in row if name.startswith("correction/")}
     assert names == {"correction/kept", "correction/weight_mean"}
     # The ratio of 8 exceeds 2 and is rejected.
