@@ -36,6 +36,11 @@ def collect(run):
   return states, collected.batch.responses
 
 
+def update(run, state, responses, scored=None):
+  """Updates the models; returns the learner's next state and the metrics."""
+  return run.learner.update(state, responses, metrics.PhaseTimer(), scored)
+
+
 def logprobs(fns, params, rollout):
   """Computes log-probs [B, T] from full logits, one response per row."""
   return tiny_run.plain_logprobs(fns, params, rollout)[0]
@@ -54,8 +59,7 @@ def check_first_update(run, states, responses, loss):
   before = jax.device_get(models.merge(states.learner.params("policy")))
   of_params = lambda p: loss(logprobs(fns, p, responses.rollout))
   expected, slope = jax.jit(jax.value_and_grad(of_params))(before)
-  timer = metrics.PhaseTimer()
-  after, row = run.learner.update(states.learner, responses, timer)
+  after, row = update(run, states.learner, responses)
   after = jax.device_get(models.merge(after.params("policy")))
   np.testing.assert_allclose(row["policy/loss"], expected, atol=2e-6)
   np.testing.assert_allclose(

@@ -20,6 +20,14 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import Rollout
 
+EIGHT_DEVICES = {
+  "mesh__data": 2,
+  "mesh__fsdp": 2,
+  "mesh__tensor": 2,
+  "optimizer__policy__micro_batch_size": 4,
+  "optimizer__value__micro_batch_size": 4,
+}
+
 
 def model_config() -> models.ModelConfig:
   """Returns a config of 2 layers of width 32 with chain_sum's alphabet."""
@@ -152,10 +160,11 @@ def resume(run: build.Run, folder: pathlib.Path) -> pathlib.Path:
 
 
 def assert_same_checkpoints(run: build.Run, *folders: pathlib.Path):
-  """Compares all bits of the last checkpoints of two runs."""
+  """Compares the last checkpoints of two runs: arrays bit for bit, counters."""
   last = f"checkpoints/{run.config.run.steps}"
-  once, again = (commit.read(folder / last)["leaves"] for folder in folders)
-  assert once == again
+  once, again = (commit.read(folder / last) for folder in folders)
+  assert once["leaves"] == again["leaves"]
+  assert once["states"] == again["states"]
 
 
 def collect(run: build.Run):

@@ -1,15 +1,14 @@
 """Contracts between sampler, estimates and losses that were broken once."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_run
+from helpers import recipes, tiny_run
 from helpers.tiny_algorithm import make_algorithm
-from helpers.tiny_mesh_run import Spy, with_engine
 from helpers.tiny_run import make_run
 
-from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import providers
 from jaxrl_llm.learner.choices import PROXIMALS, correction_of
@@ -73,29 +72,24 @@ class TestImportanceWeights:
     expected = -np.exp(logprobs - behavior) * advantages
     np.testing.assert_allclose(gradient, expected, rtol=2e-5)
 
-  def test_an_average_is_never_uncorrected(self):
-    made = make_algorithm(off_policy__proximal="ewma")
-    corrected = made.correction(
-      {
-        "proximal_logprobs": np.log(np.float32([[0.5, 50.0, 5000.0]])),
-        "behavior_logprobs": np.zeros((1, 3), np.float32),
-        "policy_mask": np.ones((1, 3), bool),
-      }
-    )
-    np.testing.assert_allclose(corrected.weights, [[0.5, 50, 100]], rtol=1e-5)
-
-  @pytest.mark.parametrize("proximal", ["recompute", "interpolate", "stored"])
-  def test_stale_tokens_are_corrected_by_default(self, proximal):
+  @pytest.mark.parametrize(
+    ("proximal", "stale", "fresh"),
+    [
+      ("recompute", ("truncate", 2.0), "none"),
+      ("interpolate", ("truncate", 2.0), "none"),
+      # The ratio to the sampler is already a correction.
+      ("stored", ("none", 2.0), "none"),
+      # An average is never uncorrected.
+      ("ewma", ("truncate", 100.0), "truncate"),
+    ],
+  )
+  def test_stale_tokens_are_corrected_by_default(self, proximal, stale, fresh):
     changes = {"off_policy__proximal": proximal}
-    stale = tiny_run.make_config(
+    late = tiny_run.make_config(
       "none", schedule__stop="first_groups", **changes
     )
-    name, high = correction_of(stale)
-    # The ratio to the sampler is already a correction.
-    assert name == ("none" if proximal == "stored" else "truncate")
-    assert high == 2.0
-    fresh = tiny_run.make_config("none", **changes)
-    assert correction_of(fresh)[0] == "none"
+    assert correction_of(late) == stale
+    assert correction_of(tiny_run.make_config("none", **changes))[0] == fresh
 
   def test_interpolation_obeys_both_bounds(self):
     made = make_algorithm(
@@ -126,34 +120,29 @@ class TestNothingToTrain:
       off_policy__correction="mask",
       **{f"optimizer__{x}__mini_batch": 32 for x in ("policy", "value")},
     )
-    states, _, collected = tiny_run.collect(run)
-    responses, timer = collected.batch.responses, metrics.PhaseTimer()
+    states, responses = recipes.collect(run)
     unknown = responses.replace(judged=np.zeros(len(responses.rewards), bool))
     # The correction rejects all.
     rollout = responses.rollout
     far = rollout.replace(behavior_logprobs=rollout.behavior_logprobs - 9.0)
     rejected = responses.replace(rollout=far)
-    update = run.learner.update
-    if streaming:
-      group = responses.rollout.group
-      groups = lambda batch: [
-        join_rows([take_rows(batch, group == i)]) for i in np.unique(group)
-      ]
-      update = lambda state, batch, timer: run.learner.update(
-        state, groups(batch), timer
-      )
+    group = rollout.group
+    in_groups = lambda batch: [
+      join_rows([take_rows(batch, group == i)]) for i in np.unique(group)
+    ]
+    update = lambda state, batch: recipes.update(
+      run, state, in_groups(batch) if streaming else batch
+    )
     # Moments that would change the weights.
-    learner, row = update(states.learner, responses, timer)
+    learner, row = update(states.learner, responses)
     assert row["policy/entropy"] > 0 and row["value/loss"] > 0
     before = jax.device_get((learner.policy, learner.critic))
-    learner, row = update(learner, unknown, timer)
-    after = jax.device_get((learner.policy, learner.critic))
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+    learner, row = update(learner, unknown)
+    chex.assert_trees_all_equal((learner.policy, learner.critic), before)
     assert learner.step == 2 and row == {}
     # The critic trains on rejected tokens.
-    learner, row = update(learner, rejected, timer)
-    after = jax.device_get(learner.policy)
-    jax.tree.map(np.testing.assert_array_equal, after, before[0])
+    learner, row = update(learner, rejected)
+    chex.assert_trees_all_equal(learner.policy, before[0])
     assert learner.step == 3 and "policy/loss" not in row
 
 
@@ -164,10 +153,9 @@ class TestAverage:
     move = run.learner.companions["ema"].follow
     average = states.learner.companions["ema"]
     before = jax.device_get(average)
-    params = states.learner.policy.trained
-    moved = jax.tree.map(lambda x: x + 1.0, params)
+    moved = jax.tree.map(lambda x: x + 1.0, states.learner.policy.trained)
     kept = move(average, moved, jnp.float32(1.0))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(kept), before)
+    chex.assert_trees_all_equal(kept, before)
     after = move(kept, moved, jnp.float32(0.0))
     assert after["weight"] > before["weight"]
 
@@ -178,16 +166,15 @@ class TestAverage:
       optimizer__policy__mini_batch=32,
       optimizer__policy__learning_rate=0.05,
     )
-    states, _, collected = tiny_run.collect(run)
-    learner, responses = run.learner, collected.batch.responses
-    timer, rollout = metrics.PhaseTimer(), responses.rollout
-    state, _ = learner.update(states.learner, responses, timer)
+    states, responses = recipes.collect(run)
+    learner, rollout = run.learner, responses.rollout
+    state, _ = recipes.update(run, states.learner, responses)
     rows = np.arange(len(rollout.lengths))
     packed = {"policy": learner._packer.mini_batches("policy", rollout, rows)}
     average = providers.Scoring(learner, state, rollout, packed).tokens(
       "policy", lambda x: x.logprobs, state.companions["ema"]["params"]
     )
-    _, row = learner.update(state, responses, timer)
+    _, row = recipes.update(run, state, responses)
     weights = np.exp(average - rollout.behavior_logprobs)[rollout.mask]
     expected = np.minimum(weights, 100).mean()
     np.testing.assert_allclose(
@@ -228,25 +215,19 @@ class TestMismatch:
 
   def test_is_seen_even_if_the_ratio_is_against_the_sampler(self, model):
     run = make_run(model, off_policy__proximal="stored")
-    engine = run.worker.writer.engine
-
-    def biased(*arguments, **settings):
-      """Reports log-probs of another distribution."""
-      rollout = engine.generate_window(*arguments, **settings)
-      wrong = rollout.behavior_logprobs + 0.5 * rollout.mask
-      return rollout.replace(behavior_logprobs=wrong)
-
-    wrong = with_engine(run, Spy(engine, generate_window=biased))
-    states, weights = loop.begin(run)
-    *_, row = loop.iterate(wrong, states, weights, metrics.PhaseTimer(), None)
+    states, responses = recipes.collect(run)
+    rollout = responses.rollout
+    # The sampler reports log-probs of another distribution.
+    wrong = rollout.behavior_logprobs + 0.5 * rollout.mask
+    wrong = responses.replace(rollout=rollout.replace(behavior_logprobs=wrong))
+    _, row = recipes.update(run, states.learner, wrong)
     got = row["sampler_trainer/logprob_diff_mean"]
     np.testing.assert_allclose(got, 0.5, atol=1e-4)
 
 
 def test_value_pretraining_regresses_on_monte_carlo_returns(model):
   run = make_run(model, value__pretrain_steps=1, estimator__lambda_value=0.5)
-  states, _, collected = tiny_run.collect(run)
-  responses = collected.batch.responses
+  states, responses = recipes.collect(run)
   batch = run.pretraining.learner.measure(
     states.learner, "critic", responses, np.random.default_rng(0)
   )

@@ -142,14 +142,3 @@ class TestOptions:
         got["advantages"][row], expected["advantages"][row], rtol=1e-6
       )
     assert not got["policy_mask"][1].any()
-
-
-class TestInterpolationShare:
-  def test_is_there_where_it_is_read(self):
-    version = np.broadcast_to(np.asarray([[3], [4], [4]]), MASK.shape)
-    rollout = make_rollout(version=version)
-    got = make(rollout=rollout, version=4, off_policy__proximal="interpolate")
-    np.testing.assert_allclose(
-      got["interpolation_share"], np.where(MASK & (version == 3), 0.5, 0.0)
-    )
-    assert "interpolation_share" not in make()

@@ -72,35 +72,27 @@ class TestProbe:
     run = build.make_run(make_config(model, estimator__name="less_than_probed"))
     assert list(run.learner.members) == ["policy", "poise"]
     states, responses = recipes.collect(run)
-    learner, timer = states.learner, metrics.PhaseTimer()
+    learner, mask = states.learner, responses.rollout.mask
     before = jax.device_get(learner.policy.trained)
-    outcomes = np.broadcast_to(
-      responses.rewards[:, None], responses.rollout.mask.shape
-    )[responses.rollout.mask]
-    seen, rows, estimate = [], [], run.learner._estimate
-    run.learner._estimate = lambda leaves: (
-      seen.append(leaves) or estimate(leaves)
-    )
+    scored, rows, timer = [], [], metrics.PhaseTimer()
     for _ in range(2):
-      learner, row = run.learner.update(learner, responses, timer)
+      learner, row = run.learner.update(
+        learner, responses, timer, scored.append
+      )
       rows.append(row)
-    # It starts at zero: its first loss is the mean squared reward, and its
-    # first scores do not change the rewards.
+    # It starts at zero: its first loss is the mean squared reward. The second
+    # update reads scores of the probe after the first update.
+    probed = [np.asarray(x.scores["poise_values"])[mask] for x in scored]
+    assert not probed[0].any() and np.abs(probed[1]).max() > 0.002
     np.testing.assert_allclose(
       rows[0]["poise/loss"], np.mean(responses.rewards**2), rtol=1e-5
     )
-    assert not np.asarray(seen[0]["poise_values"]).any()
-    np.testing.assert_allclose(
-      rows[0]["advantage/mean"], outcomes.mean(), rtol=1e-5
-    )
-    # The second update reads scores of the probe after the first update.
-    probed = np.asarray(seen[1]["poise_values"])[: len(responses.rewards)]
-    probed = probed[responses.rollout.mask]
-    np.testing.assert_allclose(
-      rows[1]["advantage/mean"], (outcomes - probed).mean(), rtol=1e-4
-    )
-    assert np.abs(probed).max() > 0.002
     assert rows[1]["poise/loss"] < rows[0]["poise/loss"]
+    outcomes = np.broadcast_to(responses.rewards[:, None], mask.shape)[mask]
+    for row, values in zip(rows, probed):
+      np.testing.assert_allclose(
+        row["advantage/mean"], (outcomes - values).mean(), rtol=1e-4
+      )
     assert "time/update_poise_s" in timer.collect()
     moved = jax.tree.map(np.subtract, before, learner.policy.trained)
     assert optax.global_norm(moved) > 0
@@ -143,7 +135,7 @@ class TestParts:
     states, responses = recipes.collect(run)
     learner, before = states.learner, jax.device_get(states.learner.policy)
     mask = responses.rollout.mask
-    learner, row = run.learner.update(learner, responses, metrics.PhaseTimer())
+    learner, row = recipes.update(run, learner, responses)
     after = jax.device_get(learner.policy)
     digits = named_parts(responses, ["digits"])["digits"]
     assert np.ptp(digits) > 0
@@ -220,7 +212,7 @@ class TestParts:
     run = build.make_run(config)
     lower(run.learner)
     states, responses = recipes.collect(run)
-    _, row = run.learner.update(states.learner, responses, metrics.PhaseTimer())
+    _, row = recipes.update(run, states.learner, responses)
     lengths, mask = responses.rollout.lengths, responses.rollout.mask
     expected = mask[lengths >= 5].sum() / mask.sum()
     np.testing.assert_allclose(row["policy/long_loss"], expected, rtol=1e-5)

@@ -6,11 +6,11 @@ import inspect
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_run
-from helpers.registries import REGISTRIES, registries  # noqa: F401
+from helpers import recipes, tiny_run
+from helpers.registries import registries  # noqa: F401
 from helpers.tiny_algorithm import call, make_algorithm, policy_batch
 
-from jaxrl_llm import losses, metrics, register, rewards
+from jaxrl_llm import losses, register, rewards
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer.validation import validate
 
@@ -50,9 +50,8 @@ class TestRegister:
       optimizer__policy__mini_batch=32,
     )
     assert {"tokens", "lengths"} <= run.learner.algorithm.leaves
-    states, _, collected = tiny_run.collect(run)
-    responses = collected.batch.responses
-    _, row = run.learner.update(states.learner, responses, metrics.PhaseTimer())
+    states, responses = recipes.collect(run)
+    _, row = recipes.update(run, states.learner, responses)
     # Every token has its response's reward and ratio 1.
     lengths, mask = responses.rollout.lengths, responses.rollout.mask
     share = 1 - np.arange(mask.shape[1]) / lengths[:, None]
@@ -209,11 +208,10 @@ class TestRegister:
     register.auxiliary("own", lambda logprobs: logprobs.sum())
     aux = {"loss__auxiliary": {"own": 0.5}} if how == "auxiliary" else {}
     run = tiny_run.make_run(model, loss__name="own", **aux)
-    states, _, collected = tiny_run.collect(run)
-    responses = collected.batch.responses
+    states, responses = recipes.collect(run)
     key = "auxiliary" if aux else "name"
     with pytest.raises(InputError, match=f"config.loss.{key}: .* shape"):
-      run.learner.update(states.learner, responses, metrics.PhaseTimer())
+      recipes.update(run, states.learner, responses)
 
   def test_an_input_that_nothing_gives_is_refused(self):
     register.estimator("own", lambda token_rewards, tokenz: token_rewards)

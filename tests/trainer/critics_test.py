@@ -67,10 +67,8 @@ def test_resumes_bit_for_bit(model, kind, tmp_path):
 
 def check_mesh(model, kind, rows, folder):
   """Checks that eight devices repeat the last of these steps of one device."""
-  sizes = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
-  for role in ("policy", "value"):
-    sizes[f"optimizer__{role}__micro_batch_size"] = 4
-  loop.train(make_run(model, kind, run__steps=len(rows) - 1, **sizes), folder)
+  changes = {"run__steps": len(rows) - 1, **tiny_run.EIGHT_DEVICES}
+  loop.train(make_run(model, kind, **changes), folder)
   sharded = tiny_run.comparable(folder)[-1]
   for key in ("value/loss", "value/grad_norm"):
     np.testing.assert_allclose(rows[-1][key], sharded[key], rtol=1e-3)
