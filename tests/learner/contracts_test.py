@@ -196,19 +196,11 @@ class TestMismatch:
   def test_all_rows_are_scored_if_a_part_reads_scores(
     self, model, changes, share
   ):
-    run = make_run(
-      model,
-      off_policy__proximal="stored",
-      **{"estimator__name": "group"} | changes,
-    )
-    states, _, collected = tiny_run.collect(run)
+    changes = {"estimator__name": "group"} | changes
+    run = make_run(model, off_policy__proximal="stored", **changes)
+    states, responses = recipes.collect(run)
     seen = []
-    _, row = run.learner.update(
-      states.learner,
-      collected.batch.responses,
-      metrics.PhaseTimer(),
-      seen.append,
-    )
+    _, row = recipes.update(run, states.learner, responses, seen.append)
     (batch,) = seen
     assert batch.scores["scored"].mean() == share
     assert row["policy/skipped"] == 0 and row["policy/grad_norm"] > 0
