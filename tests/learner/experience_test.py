@@ -3,12 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from helpers.tiny_experience import (
-  MASK,
-  VALUES,
-  make,
-  make_rollout,
-)
+from helpers.tiny_experience import MASK, VALUES, make, make_rollout
 
 from jaxrl_llm.types import Status
 
