@@ -35,6 +35,7 @@ RUNS = {
     "sampler__mesh__data": 2,
     "sampler__mesh__tensor": 2,
     "optimizer__policy__micro_batch_size": 8,
+    "optimizer__value__micro_batch_size": 8,
   },
   "first groups on eight devices": {
     "estimator__name": "group",
