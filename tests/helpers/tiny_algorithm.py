@@ -38,6 +38,7 @@ def make_inputs(seed=0, *, rows=8, room=7, **changes):
     "values": draw(),
     "next_values": draw()[:, 0],
     "mask": column < lengths[:, None],
+    "judged": np.ones(rows, bool),
     "lengths": lengths,
     "status": np.full(rows, int(Status.FINISHED)),
     "truncated": np.zeros(rows, bool),
