@@ -37,7 +37,7 @@ KINDS = {
 
 
 def make_run(model, kind, **changes):
-  settings = {"run__steps": STEPS, **KINDS[kind]}
+  settings = {"run__steps": STEPS, "eval__every": 2, **KINDS[kind]}
   return build.make_run(tiny_run.make_config(model, **settings | changes))
 
 
