@@ -48,9 +48,11 @@ class TestGdpo:
       estimator__settings={"parts": {"a": 1.0, "b": 0.5}},
     )
     assert {"part_a", "part_b"} <= made.leaves
+    mask = np.ones((4, 1), bool)
     got = made.parts["advantages"](
       {
-        "mask": np.ones((4, 1), bool),
+        "mask": mask,
+        "trainable": mask,
         "groups": np.zeros(4, int),
         "part_a": np.float32([1, 0, 0, 0]),
         "part_b": np.float32([0, 2, 2, 0]),
