@@ -6,11 +6,7 @@ import pathlib
 import string
 from collections.abc import Sequence
 
-import jax
-import pretraining
 from helpers import tiny_run
-
-from jaxrl_llm import models
 
 _TEMPLATE = (
   "{% for t in tools or [] %}{{ t['function']['name'] }}:"
@@ -28,21 +24,13 @@ def write(directory: pathlib.Path, words: Sequence[str] = ()) -> pathlib.Path:
     directory: a new directory.
     words: further tokens, which only the model writes.
   """
-  directory.mkdir(parents=True)
-  characters = sorted(set(string.printable) - set("\r\v\f\t"))
-  vocabulary = [*characters, *words]
-  text = pretraining.character_tokenizer_json(vocabulary)
-  (directory / "tokenizer.json").write_text(text, encoding="utf-8")
-  tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-  (directory / "generation_config.json").write_text(json.dumps(tokens))
-  template = json.dumps({"chat_template": _TEMPLATE})
-  (directory / "tokenizer_config.json").write_text(template)
+  vocabulary = [*sorted(set(string.printable) - set("\r\v\f\t")), *words]
   config = dataclasses.replace(
     tiny_run.model_config(),
     vocab_size=len(vocabulary) + 2,
     max_position_embeddings=512,
   )
-  fns = models.make_policy(config)
-  params = jax.jit(fns.init)(jax.random.key(0))
-  models.save(str(directory), fns, params, tokenizer_from=str(directory))
+  tiny_run.write_model(directory, config, vocabulary)
+  template = json.dumps({"chat_template": _TEMPLATE})
+  (directory / "tokenizer_config.json").write_text(template)
   return directory

@@ -1,22 +1,15 @@
 """Loads and compares the configs of the project's methods."""
 
 import ast
-import importlib.util
-import pathlib
 
 from jaxrl_llm import config as config_lib
 
-FOLDER = pathlib.Path(__file__).parents[2] / "configs"
-METHODS = sorted(path.stem for path in FOLDER.glob("*.py"))
+METHODS = sorted(config_lib.methods())
 
 
 def load(name, preset=""):
   """Returns the config of `--config=configs/NAME.py[:PRESET]`."""
-  path = FOLDER / f"{name}.py"
-  spec = importlib.util.spec_from_file_location(f"config_{name}", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module.get_config(*[preset] if preset else [])
+  return config_lib.based_on(name, preset)
 
 
 def value(text):

@@ -26,6 +26,12 @@ def environment(path=_ROOT, **more):
   return os.environ | {"PYTHONPATH": str(path), "XLA_FLAGS": FLAGS} | more
 
 
+def environment_of_tests():
+  """Returns the environment of a program that imports modules of the tests."""
+  folders = (_ROOT / x for x in (".", "tests", "scripts/dev"))
+  return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+
+
 def environment_of_users():
   """Returns the environment without flags for fast compilation."""
   own = environment()

@@ -1,10 +1,9 @@
 """Small runs of methods other than the default."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import configs, tiny_run
+from helpers import tiny_run
 
 from jaxrl_llm import metrics, models
 from jaxrl_llm.checkpoint import commit
@@ -13,23 +12,15 @@ from jaxrl_llm.trainer import build
 
 def make_config(method, model, **changes):
   """Makes a small config of a method; `__` stands for a dot."""
-  config = configs.load(method)
-  settings = tiny_run.overrides(model) | {
-    "value.pretrain_steps": 0,
-    "data.prompts_per_step": 8,
-    "data.group_size": 1,
-    "sampler.max_response_length": 24,
-    "optimizer.policy.mini_batch": 8,
-    "checkpoint.keep": 4,
-    "run.steps": 3,
-    "run.trackers": (),
+  settings = {
+    "value__pretrain_steps": 0,
+    "data__group_size": 1,
+    "sampler__max_response_length": 24,
+    "optimizer__policy__mini_batch": 8,
+    "checkpoint__keep": 4,
+    "run__steps": 3,
   }
-  settings |= {key.replace("__", "."): x for key, x in changes.items()}
-  for key in [key for key, x in settings.items() if isinstance(x, dict)]:
-    group, _, name = key.rpartition(".")
-    config[group][name] = settings.pop(key)
-  config.update_from_flattened_dict(settings)
-  return config
+  return tiny_run.make_config(model, method, **settings | changes)
 
 
 def train(config, folder):
@@ -45,12 +36,14 @@ def collect(run):
   return states, collected.batch.responses
 
 
+def update(run, state, responses, scored=None):
+  """Updates the models; returns the learner's next state and the metrics."""
+  return run.learner.update(state, responses, metrics.PhaseTimer(), scored)
+
+
 def logprobs(fns, params, rollout):
   """Computes log-probs [B, T] from full logits, one response per row."""
-  tokens, present, before = tiny_run.padded(rollout)
-  law = jax.nn.log_softmax(fns.logits(params, tokens, present))
-  at = jnp.take_along_axis(law, before[..., None], axis=1)
-  return jnp.take_along_axis(at, rollout.tokens[..., None], axis=2)[..., 0]
+  return tiny_run.plain_logprobs(fns, params, rollout)[0]
 
 
 def check_first_update(run, states, responses, loss):
@@ -66,8 +59,7 @@ def check_first_update(run, states, responses, loss):
   before = jax.device_get(models.merge(states.learner.params("policy")))
   of_params = lambda p: loss(logprobs(fns, p, responses.rollout))
   expected, slope = jax.jit(jax.value_and_grad(of_params))(before)
-  timer = metrics.PhaseTimer()
-  after, row = run.learner.update(states.learner, responses, timer)
+  after, row = update(run, states.learner, responses)
   after = jax.device_get(models.merge(after.params("policy")))
   np.testing.assert_allclose(row["policy/loss"], expected, atol=2e-6)
   np.testing.assert_allclose(

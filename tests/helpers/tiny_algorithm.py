@@ -7,7 +7,7 @@ import numpy as np
 from helpers import tiny_run
 
 from jaxrl_llm.learner import build_algorithm, members, packing, parts
-from jaxrl_llm.types import take_rows
+from jaxrl_llm.types import Status, take_rows
 
 ROWS, ROOM, GROUP = 12, 9, 4
 
@@ -22,6 +22,38 @@ def evaluate(made, given):
     parts.evaluate, sorted(made.experience), made.parts
   )
   return jax.jit(estimate)({name: given[name] for name in made.leaves})
+
+
+def make_inputs(seed=0, *, rows=8, room=7, **changes):
+  """Makes inputs of estimators: groups of two, rewards on the last tokens."""
+  rng = np.random.default_rng(seed)
+  lengths = rng.integers(1, room + 1, rows)
+  column = np.arange(room)[None]
+  draw = lambda: rng.normal(size=(rows, room)).astype(np.float32)
+  rewards = np.where(rng.random(rows) < 0.5, 1.0, -1.0).astype(np.float32)
+  inputs = {
+    "token_rewards": np.where(
+      column == lengths[:, None] - 1, rewards[:, None], 0
+    ),
+    "values": draw(),
+    "next_values": draw()[:, 0],
+    "mask": column < lengths[:, None],
+    "judged": np.ones(rows, bool),
+    "lengths": lengths,
+    "status": np.full(rows, int(Status.FINISHED)),
+    "truncated": np.zeros(rows, bool),
+    "groups": np.arange(rows) // 2,
+    "old_logprobs": draw(),
+    "behavior_logprobs": draw(),
+    "gradient_norms": np.abs(draw()[:, 0]),
+  }
+  return inputs | changes
+
+
+def compute(made, name, inputs):
+  """Computes one input of an algorithm."""
+  evaluate = lambda known: parts.evaluate([name], made.parts, known)
+  return np.asarray(call(evaluate, inputs)[name])
 
 
 def call(part, inputs):

@@ -35,6 +35,13 @@ def make_rollout(**changes):
   )
 
 
+# The trainer's log-probs of row 0 differ: ratios 8, 1.5, 1 and 1/2.
+SHIFTED = make_rollout(
+  behavior_logprobs=np.where(MASK, -1.0, 7.0).astype(np.float32)
+  - np.outer([1, 0, 0], np.log([8.0, 1.5, 1.0, 0.5, 1.0])).astype(np.float32)
+)
+
+
 def make_scores(values=VALUES):
   zeros = np.zeros(MASK.shape, np.float32)
   return {

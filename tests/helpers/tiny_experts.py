@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from helpers import tiny
+from helpers import tiny, tiny_run
 
 from jaxrl_llm import models
 from jaxrl_llm.models import experts
@@ -23,11 +23,14 @@ EXTRA = {
   "moe_intermediate_size": 12,
   "router_aux_loss_coef": 0.5,
 }
-CONFIG = dataclasses.replace(
-  tiny.tiny_config(),
-  family="qwen3_moe",
-  attention_bias=False,
-  extra=tuple(EXTRA.items()),
+CONFIG, RUN_CONFIG = (  # RUN_CONFIG is that of a tiny run.
+  dataclasses.replace(
+    config,
+    family="qwen3_moe",
+    attention_bias=False,
+    extra=tuple(EXTRA.items()),
+  )
+  for config in (tiny.tiny_config(), tiny_run.model_config())
 )
 
 

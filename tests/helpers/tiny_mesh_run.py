@@ -1,7 +1,8 @@
 """Tiny runs whose sampler shares the trainer's mesh or has a separate one."""
 
-import dataclasses
+import contextlib
 import functools
+from unittest import mock
 
 from helpers import tiny_run
 
@@ -46,42 +47,15 @@ class Spy:
     return getattr(self._spied, name)
 
 
+@contextlib.contextmanager
 def recorded(run):
-  """Returns the run, and a list that its engine's rollouts are added to."""
-  rollouts = []
+  """Yields a list that all rollouts of the run's engine are added to."""
+  engine, rollouts = run.worker.writer.engine, []
+  write = engine.generate_window
 
-  def kept(write):
-    def call(*arguments, **settings):
-      rollouts.append(write(*arguments, **settings))
-      return rollouts[-1]
+  def recording(*arguments, **settings):
+    rollouts.append(write(*arguments, **settings))
+    return rollouts[-1]
 
-    return call
-
-  engine = run.worker.writer.engine
-  engine = Spy(engine, generate_window=kept(engine.generate_window))
-  return with_engine(run, engine), rollouts
-
-
-def with_engine(run, engine):
-  """Returns the run with the given engine for all generation."""
-
-  def writing(worker):
-    writer = dataclasses.replace(worker.writer, engine=engine)
-    return dataclasses.replace(worker, writer=writer)
-
-  pretraining = run.pretraining
-  if pretraining is not None:
-    pretraining = dataclasses.replace(
-      pretraining, worker=writing(pretraining.worker)
-    )
-  return dataclasses.replace(
-    run,
-    worker=writing(run.worker),
-    pretraining=pretraining,
-    evaluators=[
-      dataclasses.replace(
-        one, writer=dataclasses.replace(one.writer, engine=engine)
-      )
-      for one in run.evaluators
-    ],
-  )
+  with mock.patch.object(engine, "generate_window", recording):
+    yield rollouts

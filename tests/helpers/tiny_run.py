@@ -5,17 +5,28 @@ import dataclasses
 import json
 import pathlib
 import shutil
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pretraining
 from helpers import configs, tiny
 
+from jaxrl_llm import config as config_lib
 from jaxrl_llm import metrics, models
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.data import tasks
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import Rollout
+
+EIGHT_DEVICES = {
+  "mesh__data": 2,
+  "mesh__fsdp": 2,
+  "mesh__tensor": 2,
+  "optimizer__policy__micro_batch_size": 4,
+  "optimizer__value__micro_batch_size": 4,
+}
 
 
 def model_config() -> models.ModelConfig:
@@ -33,14 +44,24 @@ def model_config() -> models.ModelConfig:
   )
 
 
-def write_model(directory: pathlib.Path) -> pathlib.Path:
-  """Writes random weights and a character tokenizer in Hugging Face format."""
+def write_model(
+  directory: pathlib.Path,
+  config: models.ModelConfig | None = None,
+  characters: Sequence[str] = tasks.CHARACTERS,
+) -> pathlib.Path:
+  """Writes random weights and a character tokenizer in Hugging Face format.
+
+  Args:
+    directory: a new directory.
+    config: sizes of the model; by default `model_config()`.
+    characters: tokens of the model besides `<pad>` and `<eos>`.
+  """
   directory.mkdir(parents=True)
-  text = pretraining.character_tokenizer_json(tasks.CHARACTERS)
+  text = pretraining.character_tokenizer_json(characters)
   (directory / "tokenizer.json").write_text(text, encoding="utf-8")
   tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
   (directory / "generation_config.json").write_text(json.dumps(tokens))
-  fns = models.make_policy(model_config())
+  fns = models.make_policy(config or model_config())
   params = jax.jit(fns.init)(jax.random.key(0))
   models.save(str(directory), fns, params, tokenizer_from=str(directory))
   return directory
@@ -77,13 +98,15 @@ def overrides(model: pathlib.Path) -> dict:
   return settings
 
 
-def make_config(model: pathlib.Path, **changes):
+def dotted(changes: dict) -> dict:
+  """Returns settings whose keys have dots instead of `__`."""
+  return {key.replace("__", "."): value for key, value in changes.items()}
+
+
+def make_config(model: pathlib.Path, method: str = "vapo", **changes):
   """Makes the config of a tiny run; `changes` has `__` for dots."""
-  config = configs.load("vapo")
-  settings = overrides(model)
-  settings |= {key.replace("__", "."): v for key, v in changes.items()}
-  config.data.settings = settings.pop("data.settings")
-  config.update_from_flattened_dict(settings)
+  config = configs.load(method)
+  config_lib.update(config, overrides(model) | dotted(changes))
   return config
 
 
@@ -123,13 +146,25 @@ def train_and_resume(run: build.Run, folder: pathlib.Path) -> list[dict]:
   The run resumed after its first step must end with the same bits.
   """
   assert loop.train(run, folder) == 0
+  resumed = resume(run, folder)
+  assert comparable(resumed) == comparable(folder)
+  assert_same_checkpoints(run, folder, resumed)
+  return metrics.read_rows(folder / "metrics.jsonl")
+
+
+def resume(run: build.Run, folder: pathlib.Path) -> pathlib.Path:
+  """Resumes a copy of a run from its first step; returns its folder."""
   resumed = shutil.copytree(folder, folder.with_name(f"{folder.name} resumed"))
   assert loop.train(run, resumed, step=1) == 0
-  assert comparable(resumed) == comparable(folder)
+  return resumed
+
+
+def assert_same_checkpoints(run: build.Run, *folders: pathlib.Path):
+  """Compares the last checkpoints of two runs: arrays bit for bit, counters."""
   last = f"checkpoints/{run.config.run.steps}"
-  once, again = (commit.read(x / last)["leaves"] for x in (folder, resumed))
-  assert once == again
-  return metrics.read_rows(folder / "metrics.jsonl")
+  once, again = (commit.read(folder / last) for folder in folders)
+  assert once["leaves"] == again["leaves"]
+  assert once["states"] == again["states"]
 
 
 def collect(run: build.Run):
@@ -154,8 +189,7 @@ def snapshot(folder):
 
 def flags(model: pathlib.Path, workdir, **changes) -> list[str]:
   """Returns the config of a tiny run as arguments of scripts/train.py."""
-  settings = overrides(model)
-  settings |= {key.replace("__", "."): v for key, v in changes.items()}
+  settings = overrides(model) | dotted(changes)
   return [
     "--config=configs/vapo.py",
     f"--workdir={workdir}",
@@ -207,15 +241,23 @@ def padded(rollout):
   return tokens, np.arange(width) < total, np.minimum(before, width - 1)
 
 
+def plain_logprobs(fns, params, rollout, temperature=1.0):
+  """Computes log-probs and entropies [B, T] from logits, one sample per row."""
+  tokens, present, before = padded(rollout)
+  law = jax.nn.log_softmax(fns.logits(params, tokens, present) / temperature)
+  law = jnp.take_along_axis(law, before[..., None], axis=1)
+  written = rollout.tokens[..., None].astype(np.int32)
+  logprobs = jnp.take_along_axis(law, written, axis=2)[..., 0]
+  return logprobs, -jnp.sum(jnp.exp(law) * law, axis=2)
+
+
 def with_config(run: build.Run, **changes) -> build.Run:
   """Returns the run with other settings that do not affect compilation.
 
   Its parts are rebuilt around the models, programs and engine of `run`.
   """
   config = run.config.copy_and_resolve_references()
-  config.update_from_flattened_dict(
-    {key.replace("__", "."): value for key, value in changes.items()}
-  )
+  config_lib.update(config, dotted(changes))
   made = build.make_run(config)
   learner = copy.copy(run.learner)
   learner.settings = made.learner.settings

@@ -1,15 +1,15 @@
 """Windowed runs with recorded steps, shared by the tests of T-PPO.
 
-A small window cuts most responses, which continue with newer weights. The
-critic's packed batches are recorded.
+A small window cuts most responses, which continue with newer weights.
 """
 
+import contextlib
+import copy
 import dataclasses
 import types
 
 import jax
 import numpy as np
-from helpers.tiny_run import with_config
 
 from jaxrl_llm import checkpoint, metrics
 from jaxrl_llm.trainer import loop
@@ -17,12 +17,6 @@ from jaxrl_llm.types import Experience, Responses
 
 WINDOW, LIMIT, GROUP, SLOTS = 3, 12, 4, 32
 STEPS = 10
-MANY = 32  # A mini-batch that takes the critic several steps to fill.
-
-
-def with_models(run, **members):
-  """Returns the run with other models in its learner: policy=..., critic=..."""
-  return with_learner(run, members=run.learner.members | members)
 
 
 def with_learner(run, _estimate=None, **fields):
@@ -31,18 +25,6 @@ def with_learner(run, _estimate=None, **fields):
   if _estimate is not None:
     learner._estimate = _estimate
   return dataclasses.replace(run, learner=learner)
-
-
-def patient_of(run):
-  """Returns the run whose critic waits for mini-batches of `MANY` responses."""
-  critic = run.learner.critic
-  settings = dataclasses.replace(critic.settings, mini_batch=MANY)
-  return with_models(run, critic=dataclasses.replace(critic, settings=settings))
-
-
-def whole_responses(run, **changes):
-  """Returns the run with responses that end before the update (no windows)."""
-  return with_config(run, schedule__window=0, **changes)
 
 
 @dataclasses.dataclass
@@ -59,15 +41,6 @@ class Seen:
   def rollout(self):
     return self.responses.rollout
 
-  def again(self, run, *, responses=None, critic_rows=None, **scores):
-    """Returns the experience of the run's learner from other inputs."""
-    return run.learner._experience(
-      self.responses if responses is None else responses,
-      self.scores | scores,
-      self.version,
-      self.critic_rows if critic_rows is None else critic_rows,
-    )
-
 
 @dataclasses.dataclass
 class Step:
@@ -75,40 +48,21 @@ class Step:
 
   collected: Responses
   estimated: list[Seen]
-  critic: list  # PackedBatches in the order of the updates.
   row: dict
-  after: loop.States  # Without the models, whose arrays are donated.
-  critic_updates: int
+  after: loop.States  # Without the learner, whose arrays are donated.
 
   @property
   def store(self):
     """Responses that were begun or wait for a slot after the step."""
     return self.after.rollout.store
 
-  @property
-  def waiting(self):
-    """Responses that the critic has not seen after the step."""
-    return self.after.learner.waiting
-
 
 def recording(run, log):
   """Returns the run with calls between its parts recorded in `log`."""
-
-  def noted(model, seen):
-    def whole(state, batch, *settings, base):
-      seen.append(jax.device_get(batch))
-      return model.update(state, batch, *settings, base=base)
-
-    update = model.update._replace(whole=whole)
-    return dataclasses.replace(model, update=update)
-
-  learner, members = run.learner, {}
-  if learner.critic is not None:
-    members["critic"] = noted(learner.critic, log.critic)
-  run = with_models(run, **members)
+  learner = copy.copy(run.learner)
 
   def experience(*arguments, **settings):
-    made = learner._experience(*arguments, **settings)
+    made = run.learner._experience(*arguments, **settings)
     log.estimated.append(Seen(*arguments, made))
     return made
 
@@ -117,8 +71,9 @@ def recording(run, log):
     log.collected.append(jax.tree.map(np.array, collected.batch.responses))
     return collected
 
-  run.learner._experience = experience
-  return dataclasses.replace(run, worker=types.SimpleNamespace(collect=collect))
+  learner._experience = experience
+  worker = types.SimpleNamespace(collect=collect)
+  return dataclasses.replace(run, learner=learner, worker=worker)
 
 
 def record(run, steps, begun=None):
@@ -129,45 +84,31 @@ def record(run, steps, begun=None):
     steps: number of steps.
     begun: (states, weights) to continue from; by default the initial ones.
   """
-  log = types.SimpleNamespace(critic=[], estimated=[], collected=[])
+  log = types.SimpleNamespace(estimated=[], collected=[])
   spied = recording(run, log)
   states, weights = begun or loop.begin(run)
   history = []
   for _ in range(steps):
-    for seen in vars(log).values():
-      seen.clear()
+    log.estimated, log.collected = [], []
     states, weights, row = loop.iterate(
       spied, states, weights, metrics.PhaseTimer(), None
     )
-    learner = states.learner
-    history.append(
-      Step(
-        collected=log.collected[0],
-        estimated=list(log.estimated),
-        critic=list(log.critic),
-        row=row,
-        after=states._replace(
-          learner=learner.replace(models={}, companions={})
-        ),
-        critic_updates=learner.critic and int(learner.critic.optimizer.step),
-      )
-    )
+    after = states._replace(learner=None)
+    # A run with lag collects several batches in its first step.
+    history.append(Step(log.collected[0], log.estimated, row, after))
   return history, (states, weights)
 
 
 def newest(run, workdir):
   """Returns (states, weights) of the newest checkpoint."""
-  saver = checkpoint.Checkpointer(workdir / "checkpoints", keep=2)
-  found = loop.restore(run, saver, saver.latest_step())
-  saver.close()
-  return found
+  folder = workdir / "checkpoints"
+  with contextlib.closing(checkpoint.Checkpointer(folder, keep=2)) as saver:
+    return loop.restore(run, saver, saver.latest_step())
 
 
 def saved(run, states, folder):
   """Saves and restores states; returns the restored (states, weights)."""
-  saver = checkpoint.Checkpointer(folder, keep=1)
-  loop.save(states, saver, {})
-  saver.wait()
-  found = loop.restore(run, saver, states.step)
-  saver.close()
-  return found
+  with contextlib.closing(checkpoint.Checkpointer(folder, keep=1)) as saver:
+    loop.save(states, saver, {})
+    saver.wait()
+    return loop.restore(run, saver, states.step)

@@ -17,6 +17,7 @@ from jaxrl_llm.types import take_rows
 
 SAMPLES, PROMPT, ROOM = 16, 7, 9
 CAPACITY = 24  # Some samples share their prompt, others do not.
+CONFIG = tiny_run.model_config()
 TEMPERATURE = np.float32(0.8)
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
 POLICY_LOSS = functools.partial(losses.clipped_policy_loss, **CLIPS)
@@ -27,8 +28,8 @@ SGD = optax.sgd(1.0, momentum=0.9)
 
 
 @functools.cache
-def make_fns(kind, mesh=None):
-  config, settings = tiny_run.model_config(), {}
+def make_fns(kind, mesh=None, config=CONFIG):
+  settings = {}
   if mesh:
     settings["sharding"] = sharding.packed_kv_sharding(
       mesh, config.num_kv_heads
@@ -41,9 +42,9 @@ def make_fns(kind, mesh=None):
 
 
 @functools.cache
-def make_params(kind):
+def make_params(kind, config=CONFIG):
   """Makes random weights on the host, with gradients of all sizes."""
-  params = jax.eval_shape(make_fns(kind).init, jax.random.key(0))
+  params = jax.eval_shape(make_fns(kind, None, config).init, jax.random.key(0))
   leaves, tree = jax.tree.flatten(params)
   rng = np.random.default_rng(1)
   draw = lambda x: rng.normal(scale=0.2, size=x.shape).astype(np.float32)
@@ -69,16 +70,9 @@ def make_data():
     "policy_mask": policy_mask,
     "value_mask": policy_mask,
     "positive_mask": policy_mask & (np.arange(SAMPLES) % 3 == 0)[:, None],
-    "ref_logprobs": make_reference(),
+    "ref_logprobs": -3.0 + 0.5 * normal(),
   }
   return rollout, data
-
-
-@functools.cache
-def make_reference():
-  """Makes the reference policy's log-probs for the KL, [B, T]."""
-  draw = np.random.default_rng(3).normal(size=(SAMPLES, ROOM))
-  return -3.0 + 0.5 * draw.astype(np.float32)
 
 
 # Clip bounds much wider than the paper's, so that some responses are inside.
@@ -102,7 +96,7 @@ ALGORITHMS = {
 def make_batch(
   kind,
   *,
-  micro_batch_size,
+  micro_batch_size=4,
   rows=range(SAMPLES),
   capacity=CAPACITY,
   size=None,
@@ -129,32 +123,35 @@ def with_input(batch, name, values):
   return batch.replace(inputs=batch.inputs | {name: values})
 
 
-@functools.cache
-def make_update(kind, mesh=None):
-  fns = make_fns(kind, mesh)
-  pinned = {}
-  if mesh is not None:
-    shapes = jax.eval_shape(lambda: create_train_state(make_params(kind), SGD))
-    places = sharding.tree_shardings(shapes, mesh)
-    pinned = {"out_shardings": (places, sharding.replicated(mesh))}
-  return update.make_update(
-    objective_of(kind, fns), SGD, RATE, **pinned
-  ), pinned
-
-
 def objective_of(kind, fns):
+  chosen = ALGORITHMS["policy" if kind == "value" else kind]
   if kind == "value":
-    return update.value_objective(fns, ALGORITHMS["policy"].value_loss)
-  return policy_objective(fns, kind)
-
-
-def policy_objective(fns, kind="policy"):
-  chosen = ALGORITHMS[kind]
+    return update.value_objective(fns, chosen.value_loss)
   return update.policy_objective(fns, chosen.policy_loss, chosen.auxiliary)
 
 
-def make_state(kind):
-  params = jax.tree.map(jnp.array, make_params(kind))
+def places(kind, mesh, config=CONFIG):
+  """Returns the shardings of a state."""
+  make = lambda: create_train_state(make_params(kind, config), SGD)
+  return sharding.tree_shardings(jax.eval_shape(make), mesh)
+
+
+def make_update(kind, mesh=None, config=CONFIG):
+  return _make_update(kind, mesh, config)
+
+
+@functools.cache
+def _make_update(kind, mesh, config):
+  pinned = {}
+  if mesh is not None:
+    everywhere = sharding.replicated(mesh)
+    pinned = {"out_shardings": (places(kind, mesh, config), everywhere)}
+  objective = objective_of(kind, make_fns(kind, mesh, config))
+  return update.make_update(objective, SGD, RATE, **pinned)
+
+
+def make_state(kind, config=CONFIG):
+  params = jax.tree.map(jnp.array, make_params(kind, config))
   return create_train_state(params, SGD)
 
 
@@ -162,33 +159,32 @@ def settings_of(kind):
   return () if kind == "value" else (TEMPERATURE,)
 
 
-def change_of(kind, after):
+def updated(kind, batch, mesh=None, config=CONFIG):
+  """Returns the state after one update of the weights, and its metrics."""
+  state = make_state(kind, config)
+  if mesh is not None:
+    state = jax.device_put(state, places(kind, mesh, config))
+    batch = packing.place(batch, mesh)
+  return make_update(kind, mesh, config)(state, batch, *settings_of(kind))
+
+
+def change_of(kind, after, config=CONFIG):
   """Returns the difference that an update has subtracted from parameters."""
   change = lambda old, new: old - np.asarray(new)
-  return jax.tree.map(change, make_params(kind), after.trained)
+  return jax.tree.map(change, make_params(kind, config), after.trained)
 
 
 @functools.cache
 def gradient_of_update(kind, **packing):
   """Returns the change that one update subtracts, and its metrics."""
-  batch = make_batch(kind, **{"micro_batch_size": 4} | packing)
-  after, metrics = make_update(kind)[0](
-    make_state(kind), batch, *settings_of(kind)
-  )
+  after, metrics = updated(kind, make_batch(kind, **packing))
   return change_of(kind, after), metrics
 
 
 def plain_logprobs(params):
   """Computes log-probs and entropies [B, T] with one sample per row."""
-  rollout, _ = make_data()
-  tokens, present, before = tiny_run.padded(rollout)
-  logits = make_fns("policy").logits(params, tokens, present) / TEMPERATURE
-  everything = jax.nn.log_softmax(logits)
-  at = jnp.take_along_axis(everything, before[..., None], axis=1)
-  logprobs = jnp.take_along_axis(
-    at, rollout.tokens[..., None].astype(np.int32), axis=2
-  )[..., 0]
-  return logprobs, -jnp.sum(jnp.exp(at) * at, axis=2)
+  fns, (rollout, _) = make_fns("policy"), make_data()
+  return tiny_run.plain_logprobs(fns, params, rollout, TEMPERATURE)
 
 
 def plain_values(params):

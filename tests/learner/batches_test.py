@@ -4,68 +4,46 @@ import jax
 import numpy as np
 import pytest
 from helpers.tiny_algorithm import make_algorithm, pack_critic, pack_policy
-from helpers.tiny_experience import MASK, make, make_rollout
+from helpers.tiny_experience import MASK, SHIFTED, make, make_rollout
 
 from jaxrl_llm import sharding
 from jaxrl_llm.learner import packing
 from jaxrl_llm.learner.state import BatchArrays
 from jaxrl_llm.system import processes
-from jaxrl_llm.types import take_rows
+from jaxrl_llm.types import Status, take_rows
 
 
-def make_batch(rows):
-  rollout = make_rollout()
+def pack(made, experience, rows=(1, 0, 2), by=pack_policy):
+  """Packs rows for a model; returns them and the `gather` of their layout."""
+  rollout, rows = make_rollout(), np.asarray(rows)
   layout = packing.make_layout(
     take_rows(rollout, rows), capacity=14, rows=2, micro_batches=2
   )
-  return packing.MiniBatch(rows, layout, rollout)
-
-
-def pack(made, experience, rows=(1, 0, 2)):
-  """Packs rows for the policy; returns them and their layout."""
-  batch = make_batch(np.asarray(rows))
-  inputs = take_rows(experience, batch.rows)
-  return pack_policy(inputs, batch, made), batch.layout
-
-
-def shifted():
-  """Makes behaviour log-probs, some of which differ from the policy's."""
-  behavior = np.where(MASK, -1.0, 7.0).astype(np.float32)
-  behavior[0] -= np.log([8.0, 1.5, 1.0, 0.5, 1.0], dtype=np.float32)
-  return make_rollout(behavior_logprobs=behavior)
+  batch = packing.MiniBatch(rows, layout, rollout)
+  return by(take_rows(experience, rows), batch, made), layout.gather
 
 
 class TestPolicyBatch:
   def test_packs_without_the_device(self):
     # A device operation would wait for the previous update.
-    made, inputs = make_algorithm(), make()
-    batch = make_batch(np.asarray([1, 0, 2]))
-    inputs = take_rows(inputs, batch.rows)
+    made, experience = make_algorithm(), make()
 
     def pack_both():
-      pack_policy(inputs, batch, made)
-      pack_critic(inputs, batch, made)
+      for by in (pack_policy, pack_critic):
+        pack(made, experience, by=by)
 
     assert not jax.make_jaxpr(pack_both)().eqns
 
   def test_unjudged_rows_carry_no_weight(self):
-    made = make_algorithm()
-    got = make(judged=(True, True, False))
-    batch = make_batch(np.asarray([2, 0, 1]))
-    gather = batch.layout.gather
-    inputs = take_rows(got, batch.rows)
-    policy = pack_policy(inputs, batch, made)
-    for packed in (policy, pack_critic(inputs, batch, made)):
+    made, got = make_algorithm(), make(judged=(True, True, False))
+    for by in (pack_policy, pack_critic):
+      packed, gather = pack(made, got, rows=(2, 0, 1), by=by)
       weights = gather(packed.inputs["weights"])
       assert not weights[0].any()
       np.testing.assert_allclose(weights[1:].sum(), 1.0, rtol=1e-6)
       for mask in (packed.mask, packed.packed.mask):
         np.testing.assert_array_equal(gather(mask)[1:], MASK[:2])
         assert not gather(mask)[0].any()
-    # The update applies its coefficient.
-    nll = gather(policy.inputs["nll/weights"])
-    np.testing.assert_allclose(nll[1], [0.25, 0.25, 0.25, 0.25, 0])
-    assert not nll[[0, 2]].any()
 
   @pytest.mark.parametrize(
     ("mode", "expected"),
@@ -81,18 +59,37 @@ class TestPolicyBatch:
     made = make_algorithm(
       loss__mode=mode, loss__kl_coefficient=0.1, loss__entropy_coefficient=0.1
     )
-    got = make(loss__kl_coefficient=0.1)
-    batch, layout = pack(made, got, rows=(0, 1, 2))
+    batch, gather = pack(made, make(loss__kl_coefficient=0.1), rows=(0, 1, 2))
     for name in ("weights", "kl/weights", "entropy/weights"):
       np.testing.assert_allclose(
-        layout.gather(batch.inputs[name]),
+        gather(batch.inputs[name]),
         np.where(MASK, np.asarray(expected)[:, None], 0),
         rtol=1e-6,
       )
     # Always a mean over the tokens of correct responses (VAPO, eq. 9-10).
     right = MASK & np.asarray([[True], [False], [True]])
-    nll = layout.gather(batch.inputs["nll/weights"])
+    nll = gather(batch.inputs["nll/weights"])
     np.testing.assert_allclose(nll, right / 7, rtol=1e-6)
+
+  def test_positive_examples_are_whole_responses(self):
+    """The window contains only the end of a correct response."""
+    rollout = make_rollout(
+      window_start=np.asarray([2, 0, 0]),
+      status=np.asarray([Status.FINISHED, Status.FINISHED, Status.OVERLONG]),
+    )
+    got = make(rollout=rollout)
+    positive, mask = (
+      np.asarray(got[name]) for name in ("positive_mask", "policy_mask")
+    )
+    np.testing.assert_array_equal(positive, MASK * [[True], [False], [False]])
+    np.testing.assert_array_equal(mask[0], [0, 0, 1, 1, 0])
+    # They reach the update together with the policy's tokens.
+    batch, gather = pack(make_algorithm(), got, rows=(0, 1, 2))
+    np.testing.assert_array_equal(gather(batch.mask), mask)
+    np.testing.assert_array_equal(gather(batch.packed.mask), mask | positive)
+    nll = gather(batch.inputs["nll/weights"])
+    np.testing.assert_allclose(nll, positive / 4)
+    assert not gather(batch.inputs["weights"])[0, :2].any()
 
   @pytest.mark.parametrize(
     ("changes", "weights"),
@@ -108,23 +105,25 @@ class TestPolicyBatch:
   )
   def test_inputs_are_those_of_the_algorithm(self, changes, weights):
     made, got = make_algorithm(**changes), make(**changes)
-    policy, layout = pack(made, got)
+    policy, gather = pack(made, got)
     assert policy.inputs.keys() == made.policy_inputs | weights | {"weights"}
     assert policy.step_scale is None
     for name in made.policy_inputs:
       np.testing.assert_array_equal(
-        layout.gather(policy.inputs[name]),
-        np.where(MASK, got[name], 0)[[1, 0, 2]],
+        gather(policy.inputs[name]), np.where(MASK, got[name], 0)[[1, 0, 2]]
       )
 
-  def test_a_correction_weighs_tokens_and_not_the_denominator(self):
-    changes = {"off_policy__correction": "truncate"}
-    got = make(rollout=shifted(), **changes)
-    policy, layout = pack(make_algorithm(**changes), got, rows=(1, 0))
-    # Ratios 8, 1.5, 1 and 1/2, capped at 2, over all six tokens.
+  # Ratios 8, 1.5, 1 and 1/2; 8 is above the bound of 2.
+  @pytest.mark.parametrize(("kind", "first"), [("truncate", 2), ("mask", 0)])
+  def test_a_correction_weighs_tokens_and_not_the_denominator(
+    self, kind, first
+  ):
+    changes = {"off_policy__correction": kind}
+    got = make(rollout=SHIFTED, **changes)
+    policy, gather = pack(make_algorithm(**changes), got, rows=(1, 0))
     np.testing.assert_allclose(
-      layout.gather(policy.inputs["weights"]),
-      np.asarray([[1, 1, 0, 0, 0], [2, 1.5, 1, 0.5, 0]]) / 6,
+      gather(policy.inputs["weights"]),
+      np.asarray([[1, 1, 0, 0, 0], [first, 1.5, 1, 0.5, 0]]) / 6,
       rtol=1e-6,
     )
 
@@ -132,14 +131,12 @@ class TestPolicyBatch:
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_the_critic_gets_what_its_loss_reads(clip):
   made, got = make_algorithm(loss__clip_value=clip), make(loss__clip_value=clip)
-  batch = make_batch(np.asarray([1, 0, 2]))
-  value = pack_critic(take_rows(got, batch.rows), batch, made)
+  value, gather = pack(made, got, by=pack_critic)
   expected = {"returns"} if clip is None else {"returns", "old_values"}
   assert value.inputs.keys() == {"weights", *expected}
   for name in expected:
     np.testing.assert_array_equal(
-      batch.layout.gather(value.inputs[name]),
-      np.where(MASK, got[name], 0)[batch.rows],
+      gather(value.inputs[name]), np.where(MASK, got[name], 0)[[1, 0, 2]]
     )
 
 

@@ -1,23 +1,20 @@
 """Contracts between sampler, estimates and losses that were broken once."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_experience, tiny_run
-from helpers.tiny_algorithm import make_algorithm, pack_policy
-from helpers.tiny_mesh_run import Spy, with_engine
+from helpers import recipes, tiny_run
+from helpers.tiny_algorithm import make_algorithm
 from helpers.tiny_run import make_run
 
-from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import packing, providers
+from jaxrl_llm.learner import providers
 from jaxrl_llm.learner.choices import PROXIMALS, correction_of
-from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.system import signals
 from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.validation import validate
-from jaxrl_llm.types import Status, join_rows, take_rows
+from jaxrl_llm.types import join_rows, take_rows
 
 WIDE = {
   "loss__clip_low": 0.999999,
@@ -75,29 +72,24 @@ class TestImportanceWeights:
     expected = -np.exp(logprobs - behavior) * advantages
     np.testing.assert_allclose(gradient, expected, rtol=2e-5)
 
-  def test_an_average_is_never_uncorrected(self):
-    made = make_algorithm(off_policy__proximal="ewma")
-    corrected = made.correction(
-      {
-        "proximal_logprobs": np.log(np.float32([[0.5, 50.0, 5000.0]])),
-        "behavior_logprobs": np.zeros((1, 3), np.float32),
-        "policy_mask": np.ones((1, 3), bool),
-      }
-    )
-    np.testing.assert_allclose(corrected.weights, [[0.5, 50, 100]], rtol=1e-5)
-
-  @pytest.mark.parametrize("proximal", ["recompute", "interpolate", "stored"])
-  def test_stale_tokens_are_corrected_by_default(self, proximal):
+  @pytest.mark.parametrize(
+    ("proximal", "stale", "fresh"),
+    [
+      ("recompute", ("truncate", 2.0), "none"),
+      ("interpolate", ("truncate", 2.0), "none"),
+      # The ratio to the sampler is already a correction.
+      ("stored", ("none", 2.0), "none"),
+      # An average is never uncorrected.
+      ("ewma", ("truncate", 100.0), "truncate"),
+    ],
+  )
+  def test_stale_tokens_are_corrected_by_default(self, proximal, stale, fresh):
     changes = {"off_policy__proximal": proximal}
-    stale = tiny_run.make_config(
+    late = tiny_run.make_config(
       "none", schedule__stop="first_groups", **changes
     )
-    name, high = correction_of(stale)
-    # The ratio to the sampler is already a correction.
-    assert name == ("none" if proximal == "stored" else "truncate")
-    assert high == 2.0
-    fresh = tiny_run.make_config("none", **changes)
-    assert correction_of(fresh)[0] == "none"
+    assert correction_of(late) == stale
+    assert correction_of(tiny_run.make_config("none", **changes))[0] == fresh
 
   def test_interpolation_obeys_both_bounds(self):
     made = make_algorithm(
@@ -116,24 +108,6 @@ class TestImportanceWeights:
     np.testing.assert_allclose(loss, [[-0.185]], rtol=1e-6)
 
 
-def test_a_rejected_token_counts_in_the_denominator():
-  """Otherwise, a mask would enlarge the step of the tokens that it keeps."""
-  made = make_algorithm(off_policy__correction="mask", off_policy__high=1.5)
-  rollout = tiny_experience.make_rollout()
-  given = np.where(rollout.mask, -1.0, 0.0)
-  given[0, 0] = -2.0  # exp(1) is rejected; the others have a weight of 1.
-  got = tiny_experience.make(
-    rollout=rollout.replace(behavior_logprobs=given.astype(np.float32)),
-    off_policy__correction="mask",
-  )
-  layout = packing.make_layout(rollout, capacity=20, rows=1, micro_batches=3)
-  batch = packing.MiniBatch(np.arange(3), layout, rollout)
-  batch = pack_policy(jax.device_get(got), batch, made)
-  weights = layout.gather(batch.inputs["weights"])
-  np.testing.assert_allclose(weights.sum(), 8 / 9, rtol=1e-6)
-  assert weights[0, 0] == 0
-
-
 class TestNothingToTrain:
   """A batch without trainable tokens changes no weight, moment or count."""
 
@@ -146,34 +120,29 @@ class TestNothingToTrain:
       off_policy__correction="mask",
       **{f"optimizer__{x}__mini_batch": 32 for x in ("policy", "value")},
     )
-    states, _, collected = tiny_run.collect(run)
-    responses, timer = collected.batch.responses, metrics.PhaseTimer()
+    states, responses = recipes.collect(run)
     unknown = responses.replace(judged=np.zeros(len(responses.rewards), bool))
     # The correction rejects all.
     rollout = responses.rollout
     far = rollout.replace(behavior_logprobs=rollout.behavior_logprobs - 9.0)
     rejected = responses.replace(rollout=far)
-    update = run.learner.update
-    if streaming:
-      group = responses.rollout.group
-      groups = lambda batch: [
-        join_rows([take_rows(batch, group == i)]) for i in np.unique(group)
-      ]
-      update = lambda state, batch, timer: run.learner.update(
-        state, groups(batch), timer
-      )
+    group = rollout.group
+    in_groups = lambda batch: [
+      join_rows([take_rows(batch, group == i)]) for i in np.unique(group)
+    ]
+    update = lambda state, batch: recipes.update(
+      run, state, in_groups(batch) if streaming else batch
+    )
     # Moments that would change the weights.
-    learner, row = update(states.learner, responses, timer)
+    learner, row = update(states.learner, responses)
     assert row["policy/entropy"] > 0 and row["value/loss"] > 0
     before = jax.device_get((learner.policy, learner.critic))
-    learner, row = update(learner, unknown, timer)
-    after = jax.device_get((learner.policy, learner.critic))
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+    learner, row = update(learner, unknown)
+    chex.assert_trees_all_equal((learner.policy, learner.critic), before)
     assert learner.step == 2 and row == {}
     # The critic trains on rejected tokens.
-    learner, row = update(learner, rejected, timer)
-    after = jax.device_get(learner.policy)
-    jax.tree.map(np.testing.assert_array_equal, after, before[0])
+    learner, row = update(learner, rejected)
+    chex.assert_trees_all_equal(learner.policy, before[0])
     assert learner.step == 3 and "policy/loss" not in row
 
 
@@ -184,10 +153,9 @@ class TestAverage:
     move = run.learner.companions["ema"].follow
     average = states.learner.companions["ema"]
     before = jax.device_get(average)
-    params = states.learner.policy.trained
-    moved = jax.tree.map(lambda x: x + 1.0, params)
+    moved = jax.tree.map(lambda x: x + 1.0, states.learner.policy.trained)
     kept = move(average, moved, jnp.float32(1.0))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(kept), before)
+    chex.assert_trees_all_equal(kept, before)
     after = move(kept, moved, jnp.float32(0.0))
     assert after["weight"] > before["weight"]
 
@@ -198,16 +166,15 @@ class TestAverage:
       optimizer__policy__mini_batch=32,
       optimizer__policy__learning_rate=0.05,
     )
-    states, _, collected = tiny_run.collect(run)
-    learner, responses = run.learner, collected.batch.responses
-    timer, rollout = metrics.PhaseTimer(), responses.rollout
-    state, _ = learner.update(states.learner, responses, timer)
+    states, responses = recipes.collect(run)
+    learner, rollout = run.learner, responses.rollout
+    state, _ = recipes.update(run, states.learner, responses)
     rows = np.arange(len(rollout.lengths))
     packed = {"policy": learner._packer.mini_batches("policy", rollout, rows)}
     average = providers.Scoring(learner, state, rollout, packed).tokens(
       "policy", lambda x: x.logprobs, state.companions["ema"]["params"]
     )
-    _, row = learner.update(state, responses, timer)
+    _, row = recipes.update(run, state, responses)
     weights = np.exp(average - rollout.behavior_logprobs)[rollout.mask]
     expected = np.minimum(weights, 100).mean()
     np.testing.assert_allclose(
@@ -229,95 +196,36 @@ class TestMismatch:
   def test_all_rows_are_scored_if_a_part_reads_scores(
     self, model, changes, share
   ):
-    run = make_run(
-      model,
-      off_policy__proximal="stored",
-      **{"estimator__name": "group"} | changes,
-    )
-    states, _, collected = tiny_run.collect(run)
+    changes = {"estimator__name": "group"} | changes
+    run = make_run(model, off_policy__proximal="stored", **changes)
+    states, responses = recipes.collect(run)
     seen = []
-    _, row = run.learner.update(
-      states.learner,
-      collected.batch.responses,
-      metrics.PhaseTimer(),
-      seen.append,
-    )
+    _, row = recipes.update(run, states.learner, responses, seen.append)
     (batch,) = seen
     assert batch.scores["scored"].mean() == share
     assert row["policy/skipped"] == 0 and row["policy/grad_norm"] > 0
 
   def test_is_seen_even_if_the_ratio_is_against_the_sampler(self, model):
     run = make_run(model, off_policy__proximal="stored")
-    engine = run.worker.writer.engine
-
-    def biased(*arguments, **settings):
-      """Reports log-probs of another distribution."""
-      rollout = engine.generate_window(*arguments, **settings)
-      wrong = rollout.behavior_logprobs + 0.5 * rollout.mask
-      return rollout.replace(behavior_logprobs=wrong)
-
-    wrong = with_engine(run, Spy(engine, generate_window=biased))
-    states, weights = loop.begin(run)
-    *_, row = loop.iterate(wrong, states, weights, metrics.PhaseTimer(), None)
+    states, responses = recipes.collect(run)
+    rollout = responses.rollout
+    # The sampler reports log-probs of another distribution.
+    wrong = rollout.behavior_logprobs + 0.5 * rollout.mask
+    wrong = responses.replace(rollout=rollout.replace(behavior_logprobs=wrong))
+    _, row = recipes.update(run, states.learner, wrong)
     got = row["sampler_trainer/logprob_diff_mean"]
     np.testing.assert_allclose(got, 0.5, atol=1e-4)
 
 
-class TestPretraining:
-  def pretrain(self, run, folder):
-    with metrics.MetricsLogger(folder, total_steps=1, last_step=-1) as logger:
-      states, _ = loop.start(run, folder, logger, signals.Stopped(), begun=0.0)
-    return states
-
-  def test_regresses_on_monte_carlo_returns(self, model, tmp_path, monkeypatch):
-    run = make_run(model, value__pretrain_steps=1, estimator__lambda_value=0.5)
-    seen, learned = [], []
-    measure, learn = Learner.measure, Learner.update_member
-
-    def measured(self, state, name, responses, rng):
-      seen.append((responses, measure(self, state, name, responses, rng)))
-      return seen[-1][1]
-
-    def update_member(self, state, name, batch, rng):
-      assert name == "critic"
-      learned.append(batch)
-      return learn(self, state, name, batch, rng)
-
-    monkeypatch.setattr(Learner, "measure", measured)
-    monkeypatch.setattr(Learner, "update_member", update_member)
-    self.pretrain(run, tmp_path)
-    # The other batch is only measured.
-    (responses, batch), _ = seen
-    assert len(learned) == 1 and learned[0] is batch
-    mask = batch.experience["value_mask"]
-    assert mask.any()
-    outcome = np.broadcast_to(responses.rewards[:, None], mask.shape)
-    np.testing.assert_allclose(
-      batch.experience["returns"][mask], outcome[mask], atol=1e-6
-    )
-
-
-def test_positive_examples_are_whole_responses():
-  """The window contains only the end of a correct response."""
-  rollout = tiny_experience.make_rollout(
-    window_start=np.asarray([2, 0, 0]),
-    status=np.asarray([Status.FINISHED, Status.FINISHED, Status.OVERLONG]),
+def test_value_pretraining_regresses_on_monte_carlo_returns(model):
+  run = make_run(model, value__pretrain_steps=1, estimator__lambda_value=0.5)
+  states, responses = recipes.collect(run)
+  batch = run.pretraining.learner.measure(
+    states.learner, "critic", responses, np.random.default_rng(0)
   )
-  mask = rollout.mask
-  got = jax.device_get(tiny_experience.make(rollout=rollout))
-  np.testing.assert_array_equal(got["positive_mask"][0], mask[0])
-  np.testing.assert_array_equal(got["policy_mask"][0], [0, 0, 1, 1, 0])
-  assert not got["positive_mask"][1:].any()
-  # They reach the update together with the policy's tokens.
-  layout = packing.make_layout(rollout, capacity=20, rows=1, micro_batches=3)
-  batch = packing.MiniBatch(np.arange(3), layout, rollout)
-  # The mean over their tokens does not depend on the mode of the policy loss.
-  made = make_algorithm(loss__mode="seq-mean-token-sum")
-  batch = pack_policy(got, batch, made)
-  np.testing.assert_array_equal(layout.gather(batch.mask), got["policy_mask"])
-  np.testing.assert_array_equal(
-    layout.gather(batch.packed.mask), got["policy_mask"] | got["positive_mask"]
+  mask = batch.experience["value_mask"]
+  outcome = np.broadcast_to(responses.rewards[:, None], mask.shape)
+  assert mask.any() and np.ptp(responses.rewards) > 0
+  np.testing.assert_allclose(
+    batch.experience["returns"][mask], outcome[mask], atol=1e-6
   )
-  nll = layout.gather(batch.inputs["nll/weights"])
-  np.testing.assert_allclose(nll[0], [0.25, 0.25, 0.25, 0.25, 0])
-  assert not layout.gather(batch.inputs["weights"])[0, :2].any()

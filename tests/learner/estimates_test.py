@@ -4,48 +4,21 @@ import numpy as np
 import pytest
 import reference
 from helpers.tiny_algorithm import (
-  call,
+  compute,
   make_algorithm,
   make_experience,
+  make_inputs,
   make_rollout,
 )
 
 from jaxrl_llm.learner import estimates, parts
 from jaxrl_llm.methods import a_3po, vcpo
-from jaxrl_llm.types import Status
-
-ROWS, ROOM = 8, 7
 
 
-def make_inputs(seed=0, **changes):
-  """Makes four groups of two with rewards on the last tokens."""
-  rng = np.random.default_rng(seed)
-  lengths = rng.integers(1, ROOM + 1, ROWS)
-  column = np.arange(ROOM)[None]
-  draw = lambda: rng.normal(size=(ROWS, ROOM)).astype(np.float32)
-  rewards = np.where(rng.random(ROWS) < 0.5, 1.0, -1.0).astype(np.float32)
-  inputs = {
-    "token_rewards": np.where(
-      column == lengths[:, None] - 1, rewards[:, None], 0
-    ),
-    "values": draw(),
-    "next_values": draw()[:, 0],
-    "mask": column < lengths[:, None],
-    "lengths": lengths,
-    "status": np.full(ROWS, int(Status.FINISHED)),
-    "truncated": np.zeros(ROWS, bool),
-    "groups": np.arange(ROWS) // 2,
-    "old_logprobs": draw(),
-    "behavior_logprobs": draw(),
-    "gradient_norms": np.abs(draw()[:, 0]),
-  }
-  return inputs | changes
-
-
-def compute(inputs, **changes):
+def estimate(inputs, **changes):
+  """Computes the advantages of an estimator."""
   made = make_algorithm(**{f"estimator__{k}": v for k, v in changes.items()})
-  evaluate = lambda known: parts.evaluate(["advantages"], made.parts, known)
-  return np.asarray(call(evaluate, inputs)["advantages"])
+  return compute(made, "advantages", inputs)
 
 
 def outcomes(inputs):
@@ -60,11 +33,11 @@ def spread(values, inputs):
 class TestGae:
   @pytest.mark.parametrize("boundary", ["repeat", "bootstrap"])
   def test_each_row_has_its_lambda_and_its_end(self, boundary):
-    cut = np.arange(ROWS) % 3 == 0
+    cut = np.arange(8) % 3 == 0
     inputs = make_inputs(truncated=cut)
     inputs["token_rewards"] = np.where(cut[:, None], 0, inputs["token_rewards"])
-    got = compute(inputs, name="gae", alpha=0.8, boundary=boundary)
-    last = inputs["values"][np.arange(ROWS), inputs["lengths"] - 1]
+    got = estimate(inputs, name="gae", alpha=0.8, boundary=boundary)
+    last = inputs["values"][np.arange(8), inputs["lengths"] - 1]
     behind = {"repeat": last, "bootstrap": inputs["next_values"]}[boundary]
     lambdas = [
       reference.length_adaptive_lambda(n, 0.8) for n in inputs["lengths"]
@@ -89,7 +62,9 @@ class TestGroups:
   def test_relative_to_the_others(self, center, scale):
     # Odd group sizes (3 and 5), so that the median is one of the rewards.
     inputs = make_inputs(groups=np.asarray([0, 1, 0, 1, 1, 0, 1, 1]))
-    got = compute(inputs, name="group", center=center, scale=scale, epsilon=0.1)
+    got = estimate(
+      inputs, name="group", center=center, scale=scale, epsilon=0.1
+    )
     expected = reference.group_relative(
       outcomes(inputs), inputs["groups"], center, scale, 0.1
     )
@@ -100,7 +75,7 @@ class TestGroups:
   @pytest.mark.parametrize("norms", ["length", "exact"])
   def test_optimal_baseline(self, norms):
     inputs = make_inputs()
-    got = compute(inputs, name="optimal_baseline", gradient_norms=norms)
+    got = estimate(inputs, name="optimal_baseline", gradient_norms=norms)
     squared = {
       "length": inputs["lengths"],
       "exact": np.square(inputs["gradient_norms"]),
@@ -155,26 +130,23 @@ class TestLengthsOfOwnTokens:
 class TestRewardToGo:
   def make(self):
     inputs = make_inputs()
-    rewards = np.random.default_rng(1).normal(size=(ROWS, ROOM))
+    rewards = np.random.default_rng(1).normal(size=inputs["mask"].shape)
     rewards = np.where(inputs["mask"], rewards, 0.0).astype(np.float32)
     return inputs | {"token_rewards": rewards}
 
   @pytest.mark.parametrize("gamma", [1.0, 0.5])
   def test_by_definition(self, gamma):
     inputs = self.make()
-    got = compute(inputs, name="reward_to_go", center="none", gamma=gamma)
-    expected = np.zeros((ROWS, ROOM))
-    for t in range(ROOM):
-      powers = gamma ** np.arange(ROOM - t)
-      expected[:, t] = (inputs["token_rewards"][:, t:] * powers).sum(axis=1)
-    np.testing.assert_allclose(
-      got, np.where(inputs["mask"], expected, 0), rtol=1e-5, atol=1e-5
+    got = estimate(inputs, name="reward_to_go", center="none", gamma=gamma)
+    expected = reference.lambda_returns(
+      inputs["token_rewards"], 0 * got, inputs["mask"], gamma, 1.0
     )
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
   def test_less_the_mean_of_the_group(self):
     inputs = self.make()
-    plain = compute(inputs, name="reward_to_go", center="none")
-    got = compute(inputs, name="reward_to_go", center="mean")
+    plain = estimate(inputs, name="reward_to_go", center="none")
+    got = estimate(inputs, name="reward_to_go", center="mean")
     pairs = outcomes(inputs).reshape(-1, 2)
     baseline = np.repeat(pairs.mean(axis=1), 2)
     np.testing.assert_allclose(
@@ -182,65 +154,46 @@ class TestRewardToGo:
     )
 
 
-class TestSequenceWeights:
-  def test_stay_finite(self):
-    old = np.asarray([[100.0], [-100.0]], np.float32)
-    weights = vcpo.sequence_weights(
-      old, np.zeros_like(old), np.ones((2, 1), bool)
-    )
-    np.testing.assert_allclose(weights, np.exp([20.0, -20.0]), rtol=1e-6)
+def test_sequence_weights_stay_finite():
+  old = np.asarray([[100.0], [-100.0]], np.float32)
+  weights = vcpo.sequence_weights(
+    old, np.zeros_like(old), np.ones((2, 1), bool)
+  )
+  np.testing.assert_allclose(weights, np.exp([20.0, -20.0]), rtol=1e-6)
 
 
-class TestOutcomeOnToken:
-  def test_an_empty_response_gets_none(self):
-    got = estimates.outcome_on_token(
-      np.asarray([1.0]), np.zeros((1, 3), bool), np.asarray([0])
-    )
-    assert not np.asarray(got).any()
-
-  def test_on_the_last_unmasked_token(self):
-    mask = np.asarray([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0]], bool)
-    got = estimates.outcome_on_token(
-      np.asarray([1.0, 2.0]), mask, np.asarray([4, 3])
-    )
-    # An entirely masked response has it on its last token, for its group.
-    np.testing.assert_array_equal(got, [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0]])
+def test_the_outcome_is_on_the_last_unmasked_token():
+  mask = np.asarray([[1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]], bool)
+  got = estimates.outcome_on_token(
+    np.asarray([1.0, 2.0, 3.0]), mask, np.asarray([4, 3, 0])
+  )
+  # An entirely masked response has it on its last token, for its group; an
+  # empty one has none.
+  np.testing.assert_array_equal(got, [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 0, 0]])
 
 
-class TestTurnRewards:
-  def test_what_turns_had_is_not_given_again(self):
-    got = estimates.turn_rewards_on_tokens(
-      shaped_rewards=np.float32([3.0, 3.0]),
-      turn_rewards=np.float32([[0, 1, 0, 0, 2], [0, 1, 0, 0, 0]]),
-      judged=np.ones(2, bool),
-      truncated=np.zeros(2, bool),
-      mask=np.asarray([[1, 1, 0, 0, 1]] * 2, bool),
-      lengths=np.asarray([5, 5]),
-    )
-    np.testing.assert_array_equal(got, [[0, 1, 0, 0, 2]] * 2)
-
-  def test_nobody_reads_them_unless_asked(self):
-    assert "turn_rewards" not in make_algorithm().leaves
-    read = make_algorithm(environment__rewards="turns").leaves
-    assert read == make_algorithm().leaves | {"turn_rewards"}
+def test_what_turns_had_is_not_given_again():
+  got = estimates.turn_rewards_on_tokens(
+    shaped_rewards=np.float32([3.0, 3.0]),
+    turn_rewards=np.float32([[0, 1, 0, 0, 2], [0, 1, 0, 0, 0]]),
+    judged=np.ones(2, bool),
+    truncated=np.zeros(2, bool),
+    mask=np.asarray([[1, 1, 0, 0, 1]] * 2, bool),
+    lengths=np.asarray([5, 5]),
+  )
+  np.testing.assert_array_equal(got, [[0, 1, 0, 0, 2]] * 2)
 
 
-class TestInterpolationShare:
-  def test_by_hand(self):
-    version = np.asarray([[7, 8, 9], [9, 9, 99]])
-    mask = np.asarray([[1, 1, 1], [1, 1, 0]], bool)
-    # Ages 2, 1, 0: the policy being trained is one version newer.
-    np.testing.assert_allclose(
-      a_3po.interpolation_share(version, mask, 9),
-      [[2 / 3, 1 / 2, 0], [0, 0, 0]],
-      rtol=1e-6,
-    )
-
-  def test_a_batch_without_a_token_of_now(self):
-    version = np.asarray([[7, 8]])
-    # The update starts from version 9, which wrote none of these tokens.
-    np.testing.assert_allclose(
-      a_3po.interpolation_share(version, version > 0, 9),
-      [[2 / 3, 1 / 2]],
-      rtol=1e-6,
-    )
+@pytest.mark.parametrize(
+  ("version", "expected"),
+  [
+    # Ages 2, 1, 0: the policy being trained is one version newer than 9.
+    ([[7, 8, 9], [9, 9, 99]], [[2 / 3, 1 / 2, 0], [0, 0, 0]]),
+    # Version 9 wrote none of these tokens.
+    ([[7, 8]], [[2 / 3, 1 / 2]]),
+  ],
+)
+def test_interpolation_share_by_hand(version, expected):
+  version = np.asarray(version)
+  got = a_3po.interpolation_share(version, version < 99, 9)
+  np.testing.assert_allclose(got, expected, rtol=1e-6)

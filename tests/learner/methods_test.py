@@ -1,5 +1,7 @@
 """Parts of methods: settings under which they change nothing; packed rows."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -38,6 +40,7 @@ class TestIdentities:
     ("leaf", "on"),
     [
       ("ref_logprobs", {"loss__kl_coefficient": 0.1}),
+      ("turn_rewards", {"environment__rewards": "turns"}),
       ("ref_logprobs", {"loss__kl_reward_coefficient": 0.1}),
       ("entropies", {"loss__name": "hapo"}),
       ("behavior_logprobs", {"off_policy__correction": "truncate"}),
@@ -133,46 +136,34 @@ class TestPackedRows:
       "advantages": noise(10),
       "interpolation_share": np.where(mask, 0.4, 0.0).astype(np.float32),
       "entropy_code": np.clip(noise(11), -1, 1) * mask,
+      "mask": mask,
     }
     logprobs = (old + 0.6 * noise(12)).astype(np.float32)
     scatter = lambda x: jnp.asarray(flat(batch.layout.scatter(x)))
     packed = {k: scatter(v[batch.rows]) for k, v in padded.items()}
 
     @jax.jit
-    def on_rows(x):
-      out = made.policy_loss(
-        padded | {"logprobs": x, "segments": None, "mask": mask}
-      )
-      return jnp.sum(jnp.where(mask, out.loss, 0.0)), out
+    @functools.partial(jax.grad, has_aux=True)
+    def loss(x, inputs, segments):
+      out = made.policy_loss(inputs | {"logprobs": x, "segments": segments})
+      return jnp.sum(jnp.where(inputs["mask"], out.loss, 0.0)), out
 
-    @jax.jit
-    def on_packed(x):
-      here = {
-        "logprobs": x,
-        "segments": flat(batch.packed.segments),
-        "mask": scatter(mask[batch.rows]),
-      }
-      out = made.policy_loss(packed | here)
-      return jnp.sum(jnp.where(flat(batch.packed.mask), out.loss, 0.0)), out
-
-    (_, expected), slope = jax.value_and_grad(on_rows, has_aux=True)(logprobs)
-    (_, out), packed_slope = jax.value_and_grad(on_packed, has_aux=True)(
-      scatter(logprobs[batch.rows])
+    slope, expected = loss(logprobs, padded, None)
+    found = loss(
+      scatter(logprobs[batch.rows]), packed, flat(batch.packed.segments)
     )
     rows = np.argsort(batch.rows)
-    unpack = lambda x: batch.layout.gather(x)[rows]
+    unpack = lambda x: np.where(mask, batch.layout.gather(x)[rows], 0)
+    packed_slope, out = jax.tree.map(unpack, found)
     for field in ("loss", "ratio", "clipped_high", "clipped_low"):
       np.testing.assert_allclose(
-        np.where(mask, unpack(getattr(out, field)), 0),
+        getattr(out, field),
         np.where(mask, getattr(expected, field), 0),
         rtol=2e-6,
         atol=1e-6,
       )
     np.testing.assert_allclose(
-      np.where(mask, unpack(packed_slope), 0),
-      np.where(mask, slope, 0),
-      rtol=2e-6,
-      atol=1e-6,
+      packed_slope, np.where(mask, slope, 0), rtol=2e-6, atol=1e-6
     )
     assert np.asarray(expected.clipped_high)[mask].any() == (
       name not in ("policy_gradient", "likelihood")

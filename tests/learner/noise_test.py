@@ -27,12 +27,13 @@ def test_an_update_measures_it(masked, streamed):
   )
   inputs = {k: without(x) for k, x in batch.inputs.items()}
   batch = batch.replace(mask=without(batch.mask).astype(bool), inputs=inputs)
-  program, _ = tiny_update.make_update("policy")
+  program = tiny_update.make_update("policy")
   state, temperature = tiny_update.make_state("policy"), tiny_update.TEMPERATURE
   count = int(batch.packed.count)
   tokens = np.asarray(batch.mask).sum((1, 2))[:count]
   # Each micro-batch is the only one of an update without clipping.
-  objective = tiny_update.policy_objective(tiny_update.make_fns("policy"))
+  fns = tiny_update.make_fns("policy")
+  objective = tiny_update.objective_of("policy", fns)
   gradient = update._gradient_of(objective)
   each = [
     gradient(state.trained, batch.micro_batch(i), {}, temperature)[0]

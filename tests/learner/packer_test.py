@@ -1,6 +1,5 @@
 """Each response is trained on once, by the critic in full mini-batches."""
 
-import functools
 import types
 
 import numpy as np
@@ -8,23 +7,23 @@ import pytest
 from helpers import tiny_run
 
 from jaxrl_llm.learner import packer as packer_lib
-from jaxrl_llm.learner import packing
 from jaxrl_llm.learner.packer import Packer
-from jaxrl_llm.methods import privileged
 from jaxrl_llm.types import Responses, Status, join_rows, take_rows, unjudged
 
 ROWS = 5
 
 
-def make_packer(mini_batch=3, critic=True):
-  """Makes a packer with just enough to choose the critic's responses."""
-  member = lambda waits: types.SimpleNamespace(
-    settings=types.SimpleNamespace(mini_batch=mini_batch),
+def member(waits=False, **settings):
+  """Makes a member with just the attributes that packing needs."""
+  return types.SimpleNamespace(
+    settings=types.SimpleNamespace(**settings),
     training=types.SimpleNamespace(waits=waits),
   )
-  members = {"policy": member(False), "critic": member(True)}
-  if not critic:
-    del members["critic"]
+
+
+def make_packer(mini_batch=3):
+  """Makes a packer with just enough to choose the critic's responses."""
+  members = {"policy": member(), "critic": member(True, mini_batch=mini_batch)}
   return Packer(members, dict.fromkeys(members, True), capacity=64)
 
 
@@ -90,19 +89,16 @@ class TestWithWaiting:
     assert batch.rollout.group.tolist() == [0, 0, 1, 1, 2, 0, 1, 3]
 
   def test_nobody_waits_without_a_critic(self):
-    packer, responses = make_packer(critic=False), make_responses((1,))
+    packer = Packer({"policy": member()}, {"policy": True}, capacity=64)
+    responses = make_responses((1,))
     batch, learned, waiting = self.take(packer, responses)
     assert batch is responses and learned == [] and waiting is None
 
   @pytest.mark.parametrize("size", [1, 3, 7])
   @pytest.mark.parametrize("seed", range(3))
   def test_every_ended_response_is_learned_from_once(self, seed, size):
-    rng, packer, waiting = (
-      np.random.default_rng(seed),
-      make_packer(size),
-      None,
-    )
-    ended, order = [], []
+    rng, packer = np.random.default_rng(seed), make_packer(size)
+    waiting, ended, order = None, [], []
     for step in range(12):
       cut = np.flatnonzero(rng.random(ROWS) < 0.6)
       responses = make_responses(cut, first=step * ROWS)
@@ -141,52 +137,6 @@ class TestCheckRows:
       self.check(parts, range(4))
 
 
-def after_answers(tokens, width):
-  """Makes the view of a critic that reads `tokens(row of the data)` first."""
-  make = privileged.make_view(
-    {"answer_format": "{answer}", "answer_tokens": width}
-  )
-  encode = lambda text: [int(x) for x in text.split()]
-  tokenizer = types.SimpleNamespace(encode=encode)
-  answer = lambda row: " ".join(map(str, tokens(row)))
-  return functools.partial(make, answer, tokenizer)
-
-
-def test_a_member_with_a_view_reads_more_and_answers_for_the_same_tokens():
-  rollout = tiny_run.random_rollout(
-    np.random.default_rng(0), rows=8, room=9, vocab=19, group_size=4
-  )
-  context = [[3, 4, 5][: 1 + row] for row in rollout.example_id]
-  seen = after_answers(lambda row: [3, 4, 5][: 1 + row], width=5)(rollout)
-  for row, tokens in enumerate(context):
-    length = rollout.prompt_lengths[row]
-    expected = [*tokens, *rollout.prompt_tokens[row, :length]]
-    assert seen.prompt_lengths[row] == len(expected)
-    np.testing.assert_array_equal(
-      seen.prompt_tokens[row, : len(expected)], expected
-    )
-  made = {}
-  for name, one in (("without", rollout), ("with", seen)):
-    (made[name],) = packing.mini_batches(
-      one, size=8, rng=None, capacity=40, rows=2
-    )
-  # The layout locates response tokens, whatever precedes them.
-  present = made["with"].layout.present
-  for batch in made.values():
-    found = batch.layout.gather(batch.packed.targets)
-    np.testing.assert_array_equal(
-      found[present], rollout.tokens[batch.rows][present]
-    )
-  used = [np.count_nonzero(x.packed.segments) for x in made.values()]
-  assert used[1] > used[0]
-
-
-def member(micro_batch_size=2):
-  """Makes a member with just the attributes that packing needs."""
-  settings = types.SimpleNamespace(micro_batch_size=micro_batch_size)
-  return types.SimpleNamespace(settings=settings)
-
-
 def streamed(packer, rollout):
   """Returns parts of joined groups, each with its packed mini-batches."""
   responses = unjudged(rollout)
@@ -202,20 +152,23 @@ def streamed(packer, rollout):
 )
 def test_parts_of_a_stream_fit_what_every_member_reads(reads, group_size):
   """This includes critics with a context or without shared prompts."""
-  rollout = tiny_run.random_rollout(
-    np.random.default_rng(0),
-    rows=160,
-    prompt=20,
-    room=2,
-    group_size=group_size,
-  )
+  sizes = {"rows": 160, "prompt": 20, "room": 2, "group_size": group_size}
+  rollout = tiny_run.random_rollout(np.random.default_rng(0), **sizes)
+
+  def after_context(rollout):
+    """The view of a critic that reads 40 more tokens."""
+    return rollout.replace(
+      prompt_tokens=np.pad(rollout.prompt_tokens, [(0, 0), (40, 0)]),
+      prompt_lengths=rollout.prompt_lengths + 40,
+    )
+
   alone = reads == "each prompt"
-  context = after_answers(lambda row: range(2, 42), width=40)
+  members = dict.fromkeys(("policy", "critic"), member(micro_batch_size=2))
   packer = Packer(
-    {"policy": member(), "critic": member()},
+    members,
     {"policy": True, "critic": not alone},
     capacity=64,
-    views={} if alone else {"critic": context},
+    views={} if alone else {"critic": after_context},
   )
   for part, found in streamed(packer, rollout):
     assert found["critic"][0].layout.present.sum() == part.rollout.lengths.sum()
@@ -226,10 +179,9 @@ def test_parts_of_a_stream_fit_prompts_of_nearly_a_row():
   rollout = tiny_run.random_rollout(
     np.random.default_rng(0), rows=160, prompt=60, room=2, group_size=8
   )
-  full = lambda x, value: np.full_like(x, value)
   rollout = rollout.replace(
-    prompt_lengths=full(rollout.prompt_lengths, 60),
-    lengths=full(rollout.lengths, 2),
+    prompt_lengths=np.full_like(rollout.prompt_lengths, 60),
+    lengths=np.full_like(rollout.lengths, 2),
   )
   members = {"policy": member(micro_batch_size=8)}
   packer = Packer(members, {"policy": True}, capacity=64)

@@ -27,7 +27,6 @@ class TestFirstFitDecreasing:
       assert 0 <= o and o + n <= capacity
       filled[r, o : o + n] += 1
     assert filled.max() == 1 and filled.sum() == lengths.sum()
-
     assert (filled.sum(axis=1) > 0).all()
 
   def test_nothing(self):
@@ -96,47 +95,36 @@ class TestPack:
     assert not packed.prefixes[0, 1].any()
     np.testing.assert_array_equal(layout.gather(packed.targets), rollout.tokens)
 
-  @pytest.mark.parametrize("group_size", [1, 4])
+  @pytest.mark.parametrize("share", [True, False])
   @pytest.mark.parametrize("seed", range(10))
-  def test_every_response_token_lands_once(self, seed, group_size):
+  def test_every_sample_once_with_its_prompt_and_itself(self, seed, share):
     rng = np.random.default_rng(seed)
-    rollout = random_rollout(
-      rng, rows=int(rng.integers(1, 24)), group_size=group_size
+    rollout = random_rollout(rng, rows=12, group_size=(1, 4)[seed % 2])
+    some = rng.random(12) < 0.8  # The other responses are empty.
+    rollout = rollout.replace(
+      lengths=rollout.lengths * some, mask=rollout.mask & some[:, None]
     )
-    rows = int(rng.integers(1, 5))
     packed, layout = packing.pack(
       rollout,
-      capacity=int(rng.integers(16, 40)),
-      rows=rows,
-      micro_batches=-(-len(rollout.lengths) // rows),
+      capacity=int(rng.integers(16, 50)),
+      rows=3,
+      micro_batches=4,
+      share=share,
     )
+    assert share or not packed.prefixes.any()
+    assert not packed.tokens[packed.count :].any()
+    assert packed.tokens[: packed.count].any(axis=(1, 2)).all()
+    # A position's target is the token after it.
     present = np.arange(9)[None] < rollout.lengths[:, None]
     np.testing.assert_array_equal(layout.present, present)
-    ones = layout.scatter(present.astype(np.int32))
-    assert ones.max(initial=0) <= 1 and ones.sum() == rollout.lengths.sum()
-    np.testing.assert_array_equal(packed.mask, layout.scatter(rollout.mask))
-    # A position's target is the token after it.
     np.testing.assert_array_equal(
       layout.gather(packed.targets), np.where(present, rollout.tokens, 0)
     )
-    tokens = packed.tokens.reshape(-1)
     np.testing.assert_array_equal(
-      tokens[layout.index + 1], rollout.tokens[present]
+      packed.tokens.reshape(-1)[layout.index + 1], rollout.tokens[present]
     )
-    assert not packed.tokens[packed.count :].any()
-    assert packed.tokens[: packed.count].any(axis=(1, 2)).all()
-
-  @pytest.mark.parametrize("share", [True, False])
-  @pytest.mark.parametrize("seed", range(10))
-  def test_every_sample_sees_its_prompt_and_itself(self, seed, share):
-    rng = np.random.default_rng(seed)
-    rollout = random_rollout(rng, rows=12, group_size=4)
-    rollout = rollout.replace(lengths=rollout.lengths * (rng.random(12) < 0.8))
-    capacity = int(rng.integers(16, 50))
-    packed, layout = packing.pack(
-      rollout, capacity=capacity, rows=3, micro_batches=4, share=share
-    )
-    assert share or not packed.prefixes.any()
+    np.testing.assert_array_equal(layout.gather(packed.mask), rollout.mask)
+    assert packed.mask.sum() == rollout.mask.sum()
     last = [layout.gather_last(packed[x]) for x in ("tokens", "positions")]
     names = ("tokens", "segments", "prefixes", "positions")
     grid = {name: packed[name].reshape(12, -1) for name in names}
@@ -161,20 +149,28 @@ class TestPack:
     rollout = random_rollout(np.random.default_rng(0), rows=4)
     rollout = rollout.replace(lengths=np.asarray([9, 9, 9, 9]))
     longest = int(rollout.prompt_lengths.max()) + 9
-    with pytest.raises(ValueError, match=f"sample of {longest} tokens"):
-      packing.pack(rollout, capacity=longest - 1, rows=2, micro_batches=2)
-    with pytest.raises(ValueError, match="one group have different prompts"):
-      packing.pack(
-        rollout.replace(group=np.zeros(4, np.int32)),
-        capacity=longest,
-        rows=2,
-        micro_batches=2,
-      )
-    with pytest.raises(ValueError, match="do not fit 1 micro-batches of 2"):
-      packing.pack(rollout, capacity=longest, rows=2, micro_batches=1)
+    joined = rollout.replace(group=np.zeros(4, np.int32))
+    for rows, capacity, micro_batches, said in (
+      (rollout, longest - 1, 2, f"sample of {longest} tokens"),
+      (joined, longest, 2, "one group have different prompts"),
+      (rollout, longest, 1, "do not fit 1 micro-batches of 2"),
+    ):
+      sizes = {"capacity": capacity, "micro_batches": micro_batches}
+      with pytest.raises(ValueError, match=said):
+        packing.pack(rows, rows=2, **sizes)
 
 
 class TestMiniBatches:
+  def make(self, rows, size, *, seed=None, group_size=1, chosen=None):
+    """Returns responses and their mini-batches; a seed shuffles them."""
+    rollout = random_rollout(
+      np.random.default_rng(1), rows=rows, group_size=group_size
+    )
+    rng = None if seed is None else np.random.default_rng(seed)
+    return rollout, packing.mini_batches(
+      rollout, size=size, rng=rng, capacity=16, rows=2, chosen=chosen
+    )
+
   def check_targets(self, rollout, batches):
     for batch in batches:
       np.testing.assert_array_equal(
@@ -183,48 +179,31 @@ class TestMiniBatches:
       )
 
   def test_every_sample_once_and_fixed_shapes(self):
-    rollout = random_rollout(np.random.default_rng(1), rows=12)
-    batches = packing.mini_batches(
-      rollout, size=4, rng=np.random.default_rng(5), capacity=16, rows=3
-    )
+    rollout, batches = self.make(12, 4, seed=5)
     rows = np.concatenate([b.rows for b in batches])
     assert sorted(rows) == list(range(12)) and rows.tolist() != list(range(12))
-    assert {b.packed.tokens.shape for b in batches} == {(2, 3, 16)}
+    assert {b.packed.tokens.shape for b in batches} == {(2, 2, 16)}
     self.check_targets(rollout, batches)
 
   def test_groups_are_shuffled_whole(self):
-    rollout = random_rollout(np.random.default_rng(1), rows=24, group_size=4)
     orders = []
     for seed in range(2):
-      batches = packing.mini_batches(
-        rollout, size=8, rng=np.random.default_rng(seed), capacity=16, rows=3
-      )
+      rollout, batches = self.make(24, 8, seed=seed, group_size=4)
       groups = np.concatenate([rollout.group[b.rows] for b in batches])
       assert (groups.reshape(-1, 4) == groups[::4, None]).all()
       orders.append(groups[::4].tolist())
     assert sorted(orders[0]) == list(range(6)) and orders[0] != orders[1]
 
   def test_a_remainder_is_spread_over_all(self):
-    rollout = random_rollout(np.random.default_rng(1), rows=7)
-    batches = packing.mini_batches(
-      rollout, size=3, rng=None, capacity=16, rows=2
-    )
+    _, batches = self.make(7, 3)
     rows = [b.rows.tolist() for b in batches]
     assert rows == [[0, 1, 2], [3, 4], [5, 6]]
     # Arrays have one size, so that nothing is recompiled.
     assert {b.packed.tokens.shape for b in batches} == {(2, 2, 16)}
 
   def test_of_chosen_samples_alone(self):
-    rollout = random_rollout(np.random.default_rng(1), rows=12, group_size=3)
     chosen = np.asarray([11, 0, 2, 4, 7, 8, 9])
-    batches = packing.mini_batches(
-      rollout,
-      size=4,
-      rng=np.random.default_rng(0),
-      capacity=16,
-      rows=2,
-      chosen=chosen,
-    )
+    rollout, batches = self.make(12, 4, seed=0, group_size=3, chosen=chosen)
     assert [b.rows.size for b in batches] == [4, 3]
     rows = np.concatenate([b.rows for b in batches])
     assert sorted(rows) == sorted(chosen)
@@ -235,8 +214,5 @@ class TestMiniBatches:
     self.check_targets(rollout, batches)
 
   def test_of_no_sample_there_is_none(self):
-    rollout = random_rollout(np.random.default_rng(1), rows=4)
-    nothing = np.zeros(0, np.int64)
-    assert not packing.mini_batches(
-      rollout, size=4, rng=None, capacity=16, rows=2, chosen=nothing
-    )
+    _, batches = self.make(4, 4, chosen=np.zeros(0, np.int64))
+    assert not batches

@@ -16,20 +16,21 @@ def scaled(x, *, factor, offset=1.0):
 
 
 class TestPart:
-  def test_reads_its_arguments_and_takes_its_settings(self):
-    made = part(scaled, {"factor": 3.0, "of_another_part": 9.0})
-    assert made.reads == ("x",)
-    assert made({"x": 2.0, "y": 5.0}) == 7.0
-
-  def test_can_read_under_other_names(self):
-    made = part(scaled, {"factor": 3.0, "offset": 0.0}, x="y")
-    assert made.reads == ("y",)
-    assert made({"x": 2.0, "y": 5.0}) == 15.0
-
-  def test_can_read_what_else_is_a_setting(self):
-    made = part(scaled, {"factor": 3.0, "offset": 0.0}, offset="y")
-    assert made.reads == ("x", "y")
-    assert made({"x": 2.0, "y": 5.0}) == 11.0
+  @pytest.mark.parametrize(
+    ("settings", "inputs", "reads", "result"),
+    [
+      ({"factor": 3.0, "of_another_part": 9.0}, {}, ("x",), 7.0),
+      ({"factor": 3.0, "offset": 0.0}, {"x": "y"}, ("y",), 15.0),
+      # An input instead of a setting.
+      ({"factor": 3.0, "offset": 0.0}, {"offset": "y"}, ("x", "y"), 11.0),
+    ],
+  )
+  def test_reads_its_arguments_or_inputs_of_other_names(
+    self, settings, inputs, reads, result
+  ):
+    made = part(scaled, settings, **inputs)
+    assert made.reads == reads
+    assert made({"x": 2.0, "y": 5.0}) == result
 
   def test_then_reads_on(self):
     first = part(scaled, {"factor": 3.0})

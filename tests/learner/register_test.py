@@ -6,23 +6,16 @@ import inspect
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_run
-from helpers.registries import REGISTRIES, registries  # noqa: F401
+from helpers import recipes, tiny_run
+from helpers.registries import registries  # noqa: F401
 from helpers.tiny_algorithm import call, make_algorithm, policy_batch
 
-from jaxrl_llm import losses, metrics, register, rewards
+from jaxrl_llm import losses, register, rewards
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import estimates
 from jaxrl_llm.trainer.validation import validate
 
 # Mini-batch settings for groups of one response.
 _ONE = {f"optimizer__{role}__mini_batch": 8 for role in ("policy", "value")}
-
-
-def centered(token_rewards, mask):
-  """A custom estimator: the reward minus the batch mean."""
-  rewards = estimates.outcome(token_rewards)
-  return estimates.per_token(rewards - rewards.mean(), mask)
 
 
 def to_come(tokens, lengths):
@@ -57,9 +50,8 @@ class TestRegister:
       optimizer__policy__mini_batch=32,
     )
     assert {"tokens", "lengths"} <= run.learner.algorithm.leaves
-    states, _, collected = tiny_run.collect(run)
-    responses = collected.batch.responses
-    _, row = run.learner.update(states.learner, responses, metrics.PhaseTimer())
+    states, responses = recipes.collect(run)
+    _, row = recipes.update(run, states.learner, responses)
     # Every token has its response's reward and ratio 1.
     lengths, mask = responses.rollout.lengths, responses.rollout.mask
     share = 1 - np.arange(mask.shape[1]) / lengths[:, None]
@@ -70,26 +62,15 @@ class TestRegister:
     np.testing.assert_allclose(row["policy/loss"], expected, rtol=1e-4)
     assert row["policy/grad_norm"] > 0 and row["policy/skipped"] == 0
 
-  def test_an_own_template_and_mask(self, model):
-    def twice(tokenizer):
-      return lambda example: tokenizer.encode(example.question) * 2
-
-    def all_but_first(mask):
-      return mask.at[:, 0].set(False)
-
-    register.template("twice", twice)
-    register.mask("all_but_first", all_but_first)
-    masks = {"loss__masks": ("all_but_first",)}
-    run = tiny_run.make_run(
-      model, data__template="twice", data__max_prompt_length=24, **masks
+  def test_an_own_template(self, model):
+    register.template(
+      "twice",
+      lambda tokenizer: lambda example: tokenizer.encode(example.question) * 2,
     )
+    longer = {"data__template": "twice", "data__max_prompt_length": 24}
+    run = tiny_run.make_run(model, **longer)
     prompts, _ = run.source.draw(run.source.init(), 3)
     assert all(p.text == 2 * p.question for p in prompts)
-    mask = call(
-      run.learner.algorithm.parts["unwindowed_policy_mask"],
-      {"trainable": jnp.ones((2, 3), bool)},
-    )
-    np.testing.assert_array_equal(mask, [[0, 1, 1]] * 2)
 
   def test_with_a_critic(self):
     register.estimator(
@@ -102,11 +83,23 @@ class TestRegister:
     validate(tiny_run.make_config("none", **changes))
 
   @pytest.mark.parametrize(
-    ("add", "name"), [(register.estimator, "gae"), (register.loss, "clip")]
+    ("add", "names", "said"),
+    [
+      (register.estimator, "gae", "'{}' exists; choose another name"),
+      (register.loss, "clip", "'{}' exists; choose another name"),
+      (register.optimizer, "adamw", "'{}' exists; choose another name"),
+      (register.auxiliary, "kl balance", "policy/{}_loss exists"),
+      (
+        register.token_input,
+        "values writer_logprobs part_a column_a policy_mask rewards weights",
+        "an input '{}' already exists; choose another name",
+      ),
+    ],
   )
-  def test_a_taken_name_is_refused(self, add, name):
-    with pytest.raises(ValueError, match=f"'{name}' exists; choose"):
-      add(name, centered)
+  def test_a_taken_name_is_refused(self, add, names, said):
+    for name in names.split():
+      with pytest.raises(ValueError, match=said.format(name)):
+        add(name, lambda mask: mask)
 
   def test_a_part_of_ones_own_is_replaced(self):
     """This is needed when a notebook cell is edited and run again."""
@@ -118,20 +111,21 @@ class TestRegister:
     ("group", "add", "own", "meant"),
     [
       ("estimator", register.estimator, lambda mask, *, gama=1: 0, "gamma"),
-      ("loss", register.loss, lambda mask, *, clip_hihg=1: 0, "clip_high"),
       (
         "estimator",
         register.mask,
         lambda mask, *, tail_drops=1: 0,
         "tail_drop",
       ),
+      ("estimator", register.token_input, lambda x, *, gama=1: 0, "gamma"),
+      ("loss", register.loss, lambda mask, *, clip_hihg=1: 0, "clip_high"),
       ("loss", register.auxiliary, lambda mask, *, norms=1: 0, "norm"),
       ("optimizer.policy", register.optimizer, lambda x, *, b_1: 0, "b1"),
     ],
   )
   def test_a_misspelt_setting_is_refused(self, group, add, own, meant):
     (wrong,) = inspect.getfullargspec(own).kwonlyargs
-    said = f"config.{group} has no setting '{wrong}'; use '{meant}', or bind"
+    said = f"config.{group}.* has no setting '{wrong}'; use '{meant}', or bind"
     with pytest.raises(ValueError, match=said):
       add("own", own)
     add("own", functools.partial(own, **{wrong: 0.5}))
@@ -151,8 +145,8 @@ class TestRegister:
     made = make_algorithm(estimator__gamma=0.5, loss__clip_high=0.25)
     got = made.parts["to_come"]({"rewards": jnp.ones(2)})
     np.testing.assert_array_equal(got, [0.75, 0.75])
-    with pytest.raises(ValueError, match="has no setting 'gama'; use 'gamma'"):
-      register.token_input("of_prompt", lambda rewards, *, gama: rewards)
+    with pytest.raises(ValueError, match="custom setting 'own' a default"):
+      register.token_input("own", lambda mask, *, own: mask)
 
   def test_an_own_input_is_no_weight_of_a_loss(self):
     register.token_input("nll_weights", lambda rewards: 5.0 * rewards)
@@ -197,6 +191,8 @@ class TestRegister:
       call(made, given)
     with pytest.raises(ValueError, match="first argument must be `mask`"):
       register.mask("other", lambda rewards, mask: mask & (rewards > 0))
+    with pytest.raises(ValueError, match="mode='dr-grpo', expected one of"):
+      register.auxiliary("own", lambda logprobs: logprobs, mode="dr-grpo")
 
   @pytest.mark.parametrize("how", ["plain", "reduced", "auxiliary"])
   def test_a_loss_that_is_not_per_token_is_refused(self, model, how):
@@ -212,11 +208,10 @@ class TestRegister:
     register.auxiliary("own", lambda logprobs: logprobs.sum())
     aux = {"loss__auxiliary": {"own": 0.5}} if how == "auxiliary" else {}
     run = tiny_run.make_run(model, loss__name="own", **aux)
-    states, _, collected = tiny_run.collect(run)
-    responses = collected.batch.responses
+    states, responses = recipes.collect(run)
     key = "auxiliary" if aux else "name"
     with pytest.raises(InputError, match=f"config.loss.{key}: .* shape"):
-      run.learner.update(states.learner, responses, metrics.PhaseTimer())
+      recipes.update(run, states.learner, responses)
 
   def test_an_input_that_nothing_gives_is_refused(self):
     register.estimator("own", lambda token_rewards, tokenz: token_rewards)
@@ -270,13 +265,10 @@ class TestRegister:
       validate(tiny_run.make_config("none", **own, **changes))
 
   def test_a_taken_name_of_an_input_is_refused(self):
-    said = "an input '{}' already exists; choose another name"
-    for name in ("policy_mask", "logprobs", "rewards", "weights", "to_come"):
-      if name == "to_come":
-        register.token_input(name, to_come)
-      with pytest.raises(ValueError, match=said.format(name)):
-        register.token_input(name, to_come)
+    register.token_input("to_come", to_come)
+    with pytest.raises(ValueError, match="an input 'to_come' already exists"):
+      register.token_input("to_come", to_come)
     # An input that a method overrides is known once the method is chosen.
     register.token_input("shaped_rewards", to_come)
-    with pytest.raises(ValueError, match=said.format("shaped_rewards")):
+    with pytest.raises(ValueError, match="'shaped_rewards' already exists"):
       make_algorithm()

@@ -1,7 +1,5 @@
 """The update is the gradient of the plain loss, however it is split."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,29 +11,27 @@ from helpers.tiny_update import (
   GSPO,
   POLICY_LOSS,
   SAMPLES,
-  TEMPERATURE,
   change_of,
   gradient_of_update,
   largest,
   make_batch,
   make_data,
-  make_fns,
   make_params,
-  make_reference,
-  make_state,
-  make_update,
+  places,
   plain_logprobs,
   plain_values,
-  settings_of,
+  updated,
 )
 
 from jaxrl_llm import losses, sharding
-from jaxrl_llm.learner import packing, scoring
+from jaxrl_llm.learner import packing
 
 
-def unsplit(metrics):
-  """Returns metrics that do not depend on micro-batches, as noise does."""
-  return [name for name in metrics if "/gradient_" not in name]
+def assert_same_metrics(got, expected):
+  """Compares metrics that do not depend on micro-batches, as noise does."""
+  assert got.keys() == expected.keys()
+  for name in [name for name in got if "/gradient_" not in name]:
+    np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-7)
 
 
 def plain_policy_loss(params):
@@ -69,7 +65,7 @@ def plain_gspo_loss(params):
   bounded = jnp.clip(ratio, 1 - GSPO["clip_low"], 1 + GSPO["clip_high"])
   advantages = data["advantages"]
   surrogate = -jnp.minimum(ratio * advantages, bounded * advantages)
-  k2 = jnp.square(logprobs - make_reference()) / 2
+  k2 = jnp.square(logprobs - data["ref_logprobs"]) / 2
   parts = {
     "policy/loss": surrogate,
     "policy/kl_loss": 0.3 * k2,
@@ -110,7 +106,7 @@ def assert_sum_of(value, terms):
 class TestGradient:
   @pytest.mark.parametrize("kind", ["policy", "gspo", "value"])
   def test_equals_that_of_the_plain_loss(self, kind):
-    prefixes = make_batch(kind, micro_batch_size=4).packed.prefixes
+    prefixes = make_batch(kind).packed.prefixes
     assert prefixes.any() and not prefixes.all()
     compute = jax.jit(jax.value_and_grad(PLAIN[kind], has_aux=True))
     (_, parts), expected = compute(make_params(kind))
@@ -141,33 +137,20 @@ class TestGradient:
     ],
   )
   def test_is_the_same_however_rows_are_packed(self, kind, packing):
-    packed = make_batch(kind, **{"micro_batch_size": 4} | packing).packed
+    packed = make_batch(kind, **packing).packed
     assert packed.prefixes.any() == packing.get("share", True)
     got, metrics = gradient_of_update(kind, **packing)
     expected, whole = gradient_of_update(kind)
     chex.assert_trees_all_close(
       got, expected, rtol=1e-5, atol=1e-6 * largest(expected)
     )
-    assert metrics.keys() == whole.keys()
-    for name in unsplit(metrics):
-      np.testing.assert_allclose(
-        metrics[name], whole[name], rtol=1e-5, atol=1e-7
-      )
+    assert_same_metrics(metrics, whole)
 
   def test_metrics_are_means_over_the_tokens_trained_on(self):
-    rollout, data = make_data()
-    packed, layout = packing.pack(
-      rollout, capacity=CAPACITY, rows=4, micro_batches=4
-    )
-    scored = jax.jit(
-      functools.partial(scoring.score_logprobs, fns=make_fns("policy"))
-    )(make_params("policy"), packed, TEMPERATURE)
-    mask = data["policy_mask"]
-    terms = POLICY_LOSS(
-      layout.gather(scored.logprobs),
-      data["proximal_logprobs"],
-      data["advantages"],
-    )
+    _, data = make_data()
+    logprobs, _ = jax.jit(plain_logprobs)(make_params("policy"))
+    old, mask = data["proximal_logprobs"], data["policy_mask"]
+    terms = POLICY_LOSS(logprobs, old, data["advantages"])
     _, metrics = gradient_of_update("policy")
     for name in ("clipped_high", "clipped_low"):
       share = np.asarray(getattr(terms, name))[mask].mean()
@@ -179,7 +162,7 @@ class TestGradient:
     np.testing.assert_allclose(
       metrics["policy/ratio_max"], np.asarray(terms.ratio)[mask].max(), 1e-5
     )
-    kl = losses.kl_k3(data["proximal_logprobs"], layout.gather(scored.logprobs))
+    kl = losses.kl_k3(old, logprobs)
     np.testing.assert_allclose(
       metrics["policy/approx_kl"], np.asarray(kl)[mask].mean(), rtol=1e-5
     )
@@ -198,24 +181,20 @@ class TestMesh:
   )
   def test_eight_devices_equal_one(self, kind, shape):
     mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape)))
-    update, pinned = make_update(kind, mesh=mesh)
-    places, _ = pinned["out_shardings"]
-    placed = jax.device_put(make_state(kind), places)
     batch = packing.place(make_batch(kind, micro_batch_size=8), mesh)
-    if shape == (1, 2, 2, 2):
-      kernel = placed.trained["layers"]["mlp"]["up"]["kernel"]
-      assert kernel.sharding.shard_shape(kernel.shape) == (2, 8, 24)
     weights = batch.inputs["weights"]
     assert weights.sharding.shard_shape((2, 8, CAPACITY))[1] == (
       8 // sharding.batch_size_of(mesh)
     )
-    after, metrics = update(placed, batch, *settings_of(kind))
+    after, metrics = updated(kind, batch, mesh)
+    if shape == (1, 2, 2, 2):
+      kernel = after.trained["layers"]["mlp"]["up"]["kernel"]
+      assert kernel.sharding.shard_shape(kernel.shape) == (2, 8, 24)
     expected, one = gradient_of_update(kind)
     chex.assert_trees_all_close(
       change_of(kind, after), expected, rtol=1e-5, atol=1e-6 * largest(expected)
     )
-    for name in unsplit(metrics):
-      np.testing.assert_allclose(metrics[name], one[name], rtol=1e-5, atol=1e-7)
-    want = places.trained
+    assert_same_metrics(metrics, one)
     same = lambda x, s: x.sharding.is_equivalent_to(s, x.ndim)
-    assert all(jax.tree.leaves(jax.tree.map(same, after.trained, want)))
+    same = jax.tree.map(same, after.trained, places(kind, mesh).trained)
+    assert all(jax.tree.leaves(same))

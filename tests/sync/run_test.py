@@ -50,9 +50,11 @@ class TestMutations:
 
   def test_a_stale_leaf_is_found_within_a_step(self, run, tmp_path):
     run = with_config(run, eval__every=4, sampler__parity_check_every=1)
-    run, rollouts = recorded(run)
     message = r"^final_norm/scale \(1 of .* leaves\) .* at version 2"
-    with pytest.raises(sync.SyncError, match=message) as error:
+    with (
+      recorded(run) as rollouts,
+      pytest.raises(sync.SyncError, match=message) as error,
+    ):
       loop.train(mutated(run, _stale), tmp_path)
     assert "\n" not in str(error.value)
     rows = tiny_run.comparable(tmp_path)
@@ -62,9 +64,9 @@ class TestMutations:
   @pytest.mark.parametrize("every", [2, 4])
   def test_versions_are_compared_in_every_step(self, run, tmp_path, every):
     # WRONG is followed by an evaluation, or by a step.
-    run, rollouts = recorded(with_config(run, eval__every=every))
-    run = mutated(run, _skipped)
-    with pytest.raises(sync.SyncError, match="holds version 1, .* version 2"):
+    run = mutated(with_config(run, eval__every=every), _skipped)
+    said = "holds version 1, .* version 2"
+    with recorded(run) as rollouts, pytest.raises(sync.SyncError, match=said):
       loop.train(run, tmp_path)
     assert len(rollouts) == 1 + WRONG
 
@@ -132,11 +134,11 @@ class TestChecks:
 
   @pytest.mark.parametrize("version", [0, WRONG])
   def test_a_refusal_stops_the_run(self, run, tmp_path, version):
-    run, rollouts = recorded(run)
     run, _ = checked(
       with_config(run, sampler__parity_check_every=WRONG), version
     )
-    with pytest.raises(sync.SyncError, match="refused"):
+    refused = pytest.raises(sync.SyncError, match="refused")
+    with recorded(run) as rollouts, refused:
       loop.train(run, tmp_path)
     # Before the next sample; at the start, even before the evaluation.
     assert len(rollouts) == (1 + version if version else 0)

@@ -1,17 +1,18 @@
 """Runs with other critics: other heads, two models, further inputs."""
 
+import shutil
+
 import chex
 import convert
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_run
-from helpers.tiny_run import with_config
+from helpers import packed, tiny_run
 
-from jaxrl_llm import api, checkpoint, models, types, workdir
+from jaxrl_llm import api, models, types, workdir
+from jaxrl_llm.data import tasks
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build, loop, summary
-from jaxrl_llm.trainer.value_pretraining import FOLDER
 
 STEPS = 3
 _HALVES = {"value__ensemble": "halves", "estimator__agree_share": 0.25}
@@ -36,7 +37,7 @@ KINDS = {
 
 
 def make_run(model, kind, **changes):
-  settings = {"run__steps": STEPS, **KINDS[kind]}
+  settings = {"run__steps": STEPS, "eval__every": 2, **KINDS[kind]}
   return build.make_run(tiny_run.make_config(model, **settings | changes))
 
 
@@ -47,28 +48,14 @@ def make_privileged(model, **changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumes_bit_for_bit(model, kind, tmp_path):
-  whole, cut = (tmp_path / x for x in ("whole", "cut"))
   run = make_run(model, kind)
-  loop.train(run, whole)
-  rows = tiny_run.comparable(whole)
+  rows = tiny_run.check_resumes(run, tmp_path)
   # With windows the critic waits for a mini-batch of ended responses.
   step = next(i for i, row in enumerate(rows) if "value/loss" in row)
   assert rows[step]["value/grad_norm"] > 0
-  loop.train(with_config(run, run__steps=2), cut)
-  loop.train(run, cut)
-  assert tiny_run.comparable(cut)[-1] == rows[-1]
-  critic = run.learner.critic
-  assert critic.shares_base == ("value__lora_rank" in KINDS[kind])
-  one, other = (
-    workdir.restore_params(x, STEPS, "critic", critic.params)
-    for x in (whole, cut)
-  )
-  chex.assert_trees_all_equal(one, other)
-  if not critic.shares_base:
-    pretrained = checkpoint.load_tree(whole / FOLDER, one)
-    moved = lambda x, y: float(np.abs(x - y).max())
-    moved = jax.tree.leaves(jax.tree.map(moved, one, pretrained))
-    assert max(moved) > 0
+  whole = tmp_path / "whole"
+  tiny_run.assert_same_checkpoints(run, whole, tmp_path / "parts")
+  assert run.learner.critic.shares_base == ("value__lora_rank" in KINDS[kind])
   if kind == "privileged halves of adapters":
     halves = {"value__ensemble": "halves", "value__head": "scalar"}
     halves["value__reads_logprobs"] = True
@@ -80,10 +67,8 @@ def test_resumes_bit_for_bit(model, kind, tmp_path):
 
 def check_mesh(model, kind, rows, folder):
   """Checks that eight devices repeat the last of these steps of one device."""
-  sizes = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
-  for role in ("policy", "value"):
-    sizes[f"optimizer__{role}__micro_batch_size"] = 4
-  loop.train(make_run(model, kind, run__steps=len(rows) - 1, **sizes), folder)
+  changes = {"run__steps": len(rows) - 1, **tiny_run.EIGHT_DEVICES}
+  loop.train(make_run(model, kind, **changes), folder)
   sharded = tiny_run.comparable(folder)[-1]
   for key in ("value/loss", "value/grad_norm"):
     np.testing.assert_allclose(rows[-1][key], sharded[key], rtol=1e-3)
@@ -137,10 +122,9 @@ def test_the_critic_may_be_smaller_than_the_policy(model, tmp_path):
   small = models.ModelConfig(
     **vars(tiny_run.model_config()) | {"hidden_size": 16, "num_layers": 1}
   )
-  fns = models.make_policy(small)
-  params = jax.jit(fns.init)(jax.random.key(5))
-  models.save(str(tmp_path / "small"), fns, params, tokenizer_from=str(model))
-  run, learner = started_from(model, tmp_path / "small", run__steps=1)
+  path = tiny_run.write_model(tmp_path / "small", small)
+  _, params = models.load(str(path))
+  run, learner = started_from(model, path, run__steps=1)
   critic = learner.critic.trained
   chex.assert_trees_all_equal(critic["layers"], params["layers"])
   assert not critic["value_head"]["kernel"].any()
@@ -155,22 +139,18 @@ def test_the_critic_may_be_smaller_than_the_policy(model, tmp_path):
 def test_a_critic_that_is_not_of_a_directory_is_one_line(
   model, trained, tmp_path
 ):
-  other = tmp_path / "other"
-  tiny_run.write_model(other)
-  text = (other / "tokenizer.json").read_text().replace('"+"', '"*"')
-  (other / "tokenizer.json").write_text(text)
+  characters = tasks.CHARACTERS.replace("+", "*")
+  other = tiny_run.write_model(tmp_path / "other", characters=characters)
   with pytest.raises(InputError, match="token"):
     started_from(model, other)
   with pytest.raises(InputError, match="give a run"):
     api.load(model).save_critic(tmp_path / "critic")
-  config = trained / "config.json"
-  text = config.read_text()
-  try:
-    config.write_text(text.replace('"ensemble": ""', '"ensemble": "halves"'))
-    with pytest.raises(InputError, match="has value.ensemble, which"):
-      api.load(trained).save_critic(tmp_path / "critic")
-  finally:
-    config.write_text(text)
+  run = shutil.copytree(trained, tmp_path / "run")
+  config = run / "config.json"
+  text = config.read_text().replace('"ensemble": ""', '"ensemble": "halves"')
+  config.write_text(text)
+  with pytest.raises(InputError, match="has value.ensemble, which"):
+    api.load(run).save_critic(tmp_path / "critic")
 
 
 def test_a_privileged_critic_reads_the_answer_before_the_prompt(model):
@@ -191,21 +171,16 @@ def test_a_privileged_critic_reads_the_answer_before_the_prompt(model):
     prompt = rollout.prompt_tokens[row, : rollout.prompt_lengths[row]]
     response = rollout.tokens[row, : rollout.lengths[row]]
     tokens = [*run.tokenizer.encode(answer)[:5], *prompt, *response]
-    padded = np.zeros((1, 64), np.int32)
-    padded[0, : len(tokens)] = tokens
-    sampled = np.zeros((1, 64), np.float32)
-    start = len(tokens) - len(response)
-    own = rollout.mask[row, : len(response)]
-    logprobs = rollout.behavior_logprobs[row, : len(response)]
-    sampled[0, start : len(tokens)] = np.where(own, logprobs, 0.0)
-    rows = models.PackedRows(
-      tokens=padded,
-      segments=(np.arange(64) < len(tokens)).astype(np.int32)[None],
-      positions=np.arange(64)[None],
-      logprobs=sampled,
+    start, end = len(tokens) - len(response), len(tokens)
+    logprobs = np.where(rollout.mask, rollout.behavior_logprobs, 0.0)[row]
+    sampled = np.zeros(64, np.float32)
+    sampled[start:end] = logprobs[: len(response)]
+    rows = packed.rows(
+      [np.pad(tokens, (0, 64 - end))],
+      segments=(np.arange(64) < end).astype(np.int32)[None],
+      logprobs=sampled[None],
     )
-    values = np.asarray(score(critic, rows)[0]["values"])[0, start - 1 :]
-    values = values[: len(response)]
+    values = score(critic, rows)[0]["values"][0, start - 1 : end - 1]
     np.testing.assert_allclose(found[row, : len(response)], values, atol=1e-4)
 
 

@@ -13,14 +13,17 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build, loop
 
 
-def write(path, questions, **columns):
-  """Writes questions with further columns as JSON lines or Parquet."""
+def write(path, questions):
+  """Writes sums with their answers."""
+  answer = lambda q: str(sum(map(int, q.strip(" ?").split("+"))))
+  return write_rows(
+    path, [{"question": q, "answer": answer(q)} for q in questions]
+  )
+
+
+def write_rows(path, rows):
+  """Writes rows as JSON lines or Parquet; returns the path as text."""
   path.parent.mkdir(exist_ok=True)
-  rows = [
-    {"question": q, "answer": str(sum(map(int, q.strip(" ?").split("+"))))}
-    | columns
-    for q in questions
-  ]
   if path.suffix == ".parquet":
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
   else:
@@ -29,10 +32,15 @@ def write(path, questions, **columns):
 
 
 def make_config(model, train, evaluate, **changes):
-  settings = {"value__pretrain_steps": 0, "data__settings": {}}
-  settings |= {"data__source": "jsonl", "eval__problems": 3}
-  settings |= {"data__max_prompt_length": 20}
-  settings |= {"data__path": train, "eval__path": evaluate}
+  settings = {
+    "value__pretrain_steps": 0,
+    "data__settings": {},
+    "data__source": "jsonl",
+    "data__path": train,
+    "data__max_prompt_length": 20,
+    "eval__path": evaluate,
+    "eval__problems": 3,
+  }
   return tiny_run.make_config(model, **settings | changes)
 
 
@@ -68,20 +76,14 @@ class TestSets:
     assert [p.question for p in one.prompts] == sums(2, 1)
 
   def test_files_share_the_columns_of_the_training_data(self, model, tmp_path):
-    paths = [tmp_path / "a.jsonl", tmp_path / "b.parquet", tmp_path / "c.jsonl"]
-    for path in paths:
-      row = {"text": "1+2?", "info": {"result": path.stem}}
-      if path.suffix == ".parquet":
-        parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-      else:
-        path.write_text(json.dumps(row) + "\n")
-    found = self.evaluators(
-      model,
-      str(paths[0]),
-      f"{paths[1]},{paths[2]}",
-      data__columns={"question": "text", "answer": "info.result"},
+    row = lambda name: {"text": "1+2?", "info": {"result": name}}
+    train, b, c = (
+      write_rows(tmp_path / name, [row(name)])
+      for name in ("a.jsonl", "b.parquet", "c.jsonl")
     )
-    assert [one.prompts[0].answer for one in found] == ["b", "c"]
+    columns = {"question": "text", "answer": "info.result"}
+    found = self.evaluators(model, train, f"{b},{c}", data__columns=columns)
+    assert [one.prompts[0].answer for one in found] == ["b.parquet", "c.jsonl"]
 
   def test_benchmarks_have_their_own_columns(
     self, model, tmp_path, monkeypatch
@@ -93,11 +95,11 @@ class TestSets:
     (cache / "refs" / "main").write_text("abc")
     write(folder / "test.jsonl", ["1+1?"])
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    train = tmp_path / "own.jsonl"
-    train.write_text('{"text": "1+2?", "answer": "3"}\n')
-    (one,) = self.evaluators(
-      model, str(train), "aime25", data__columns={"question": "text"}
+    train = write_rows(
+      tmp_path / "own.jsonl", [{"text": "1+2?", "answer": "3"}]
     )
+    columns = {"question": "text"}
+    (one,) = self.evaluators(model, train, "aime25", data__columns=columns)
     assert (one.name, one.prompts[0].question) == ("aime25", "1+1?")
 
 
@@ -112,11 +114,10 @@ class TestOverlap:
     other = write(tmp_path / "other.jsonl", [f"{x} " for x in sums(2)])
     test = write(tmp_path / "test.jsonl", ["1+0?", *sums(3), "2+3?"])
     apart = write(tmp_path / "apart.jsonl", sums(4))
-    config = make_config(
-      model, f"{one},{other}", f"{test},{apart}", eval__on_overlap=on_overlap
+    changes = {"eval__on_overlap": on_overlap, "eval__problems": 0}
+    return build.make_run(
+      make_config(model, f"{one},{other}", f"{test},{apart}", **changes)
     )
-    config.eval.problems = 0
-    return build.make_run(config)
 
   def test_is_counted_by_set(self, model, tmp_path):
     first, second = self.run(model, tmp_path, "warn").evaluators
@@ -200,24 +201,22 @@ class TestRun:
         np.testing.assert_allclose(np.mean(parts), row[name.format("")], 1e-6)
 
   def test_evaluate_repeats_all_of_them(self, whole, tmp_path):
-    code, output, errors = programs.run("evaluate", f"--checkpoint={whole}")
-    assert code == 0, errors
-    found = json.loads(output.splitlines()[-1])["sets"]
-    assert [one["dataset"] for one in found] == [
-      "x_test",
-      "y_test",
-      "chain_sum",
-    ]
+    def evaluate(*flags):
+      code, output, errors = programs.run(
+        "evaluate", f"--checkpoint={whole}", *flags
+      )
+      assert code == 0, errors
+      found = json.loads(output.splitlines()[-1])["sets"]
+      return {one["dataset"]: one["avg@2"] for one in found}
+
+    found = evaluate()
+    assert list(found) == ["x_test", "y_test", "chain_sum"]
     last = metrics.read_rows(whole / "metrics.jsonl")[-1]
-    for one in found:
-      assert one["avg@2"] == last[f"eval/{one['dataset']}/avg@2"]
+    for name, average in found.items():
+      assert average == last[f"eval/{name}/avg@2"]
     test = write(tmp_path / "mine.jsonl", sums(6))
-    code, output, errors = programs.run(
-      "evaluate", f"--checkpoint={whole}", f"--dataset={test},remainder"
-    )
-    assert code == 0, errors
-    found = json.loads(output.splitlines()[-1])["sets"]
-    assert [one["dataset"] for one in found] == ["mine", "remainder"]
+    found = evaluate(f"--dataset={test},remainder")
+    assert list(found) == ["mine", "remainder"]
 
 
 def test_one_source_has_no_metrics_of_its_own(model, tmp_path):
@@ -226,9 +225,10 @@ def test_one_source_has_no_metrics_of_its_own(model, tmp_path):
   run = build.make_run(config)
   assert not run.source.has_several_sources
   for sources in (2, 50, 51):
-    with open(train, "a") as file:
-      for i in range(sources):
-        row = {"question": f"1+{i}?", "answer": "1", "data_source": f"s{i}"}
-        file.write(json.dumps(row) + "\n")
+    rows = [
+      {"question": f"1+{i}?", "answer": "1", "data_source": f"s{i}"}
+      for i in range(sources)
+    ]
+    write_rows(tmp_path / "train.jsonl", rows)
     several = build.make_run(config).source.has_several_sources
-    assert several == (sources < 50)
+    assert several == (sources <= 50)

@@ -4,6 +4,7 @@ pairs_test.py resumes such runs.
 """
 
 import os
+from unittest import mock
 
 import chex
 import jax
@@ -34,17 +35,10 @@ def run(model):
 @pytest.fixture(scope="module")
 def whole(run, tmp_path_factory):
   """An uninterrupted run, and how often it read the model's weights."""
-  folder, read = tmp_path_factory.mktemp("whole"), []
-  with pytest.MonkeyPatch.context() as patch:
-    original = hf.read_params
-
-    def read_params(*arguments, **settings):
-      read.append(arguments)
-      return original(*arguments, **settings)
-
-    patch.setattr(hf, "read_params", read_params)
+  folder = tmp_path_factory.mktemp("whole")
+  with mock.patch.object(hf, "read_params", wraps=hf.read_params) as read:
     loop.train(run, folder)
-  return folder, len(read)
+  return folder, read.call_count
 
 
 def test_the_reference_is_loaded_once_for_all_learners(run, whole):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import pathlib
 import random
 import shutil
@@ -12,12 +11,10 @@ import sys
 import tempfile
 
 import pytest
-from helpers import tiny_run
+from helpers import programs, tiny_run
 
 from jaxrl_llm.checkpoint import commit
 
-_ROOT = pathlib.Path(__file__).parents[2]
-_PATH = os.pathsep.join(str(_ROOT / x) for x in (".", "tests", "scripts/dev"))
 # Each line of input starts a run in a process forked from this one, which has
 # imported everything and started no threads. The run kills itself before or
 # after the given call of a function. Its exit code is printed.
@@ -87,7 +84,7 @@ def trainer(log):
   with log.open("w") as errors:
     program = subprocess.Popen(
       [sys.executable, "-c", _PROGRAM],
-      env=os.environ | {"PYTHONPATH": _PATH},
+      env=programs.environment_of_tests(),
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=errors,

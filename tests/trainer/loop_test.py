@@ -3,11 +3,13 @@
 import copy
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
 import shutil
 import signal
+import types
 
 import chex
 import jax
@@ -17,7 +19,7 @@ from helpers import tiny_run
 from helpers.tiny_run import with_config
 from helpers.tiny_tppo import newest
 
-from jaxrl_llm import checkpoint, metrics, models, report
+from jaxrl_llm import metrics, models, report
 from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError, TrainingStopped
@@ -42,17 +44,6 @@ def run(model):
   return build.make_run(config)
 
 
-def final_trees(run, workdir):
-  """Returns every array of the newest checkpoint, on the host."""
-  states, _ = newest(run, workdir)
-  assert states.step == 6
-  assert (states.source.position, states.source.drawn) == (48, 48)
-  assert states.rollout.samples == 6 * 32
-  # In a full schedule, every response has ended and been trained on.
-  assert states.rollout.store is None and states.learner.waiting is None
-  return jax.device_get((states.learner.policy, states.learner.critic))
-
-
 @pytest.fixture(scope="module")
 def whole(run, tmp_path_factory):
   """Folder of an uninterrupted run."""
@@ -68,9 +59,7 @@ def pretraining_rows(workdir):
 
 def assert_same_run(run, whole, resumed):
   assert tiny_run.comparable(resumed) == tiny_run.comparable(whole)
-  chex.assert_trees_all_equal(
-    final_trees(run, resumed), final_trees(run, whole)
-  )
+  tiny_run.assert_same_checkpoints(run, whole, resumed)
 
 
 def estimating(run, change):
@@ -121,6 +110,14 @@ class TestRun:
       assert row["policy/grad_norm"] > 0 and row["value/grad_norm"] > 0
       assert row["policy/ratio_max"] > 1
 
+  def test_the_states_at_the_end(self, run, whole):
+    states, _ = newest(run, whole)
+    assert states.step == 6
+    assert (states.source.position, states.source.drawn) == (48, 48)
+    assert states.rollout.samples == 6 * 32
+    # In a full schedule, every response has ended and been trained on.
+    assert states.rollout.store is None and states.learner.waiting is None
+
   def test_the_time_is_accounted_for(self, run, tmp_path):
     loop.train(with_config(run, run__steps=3), tmp_path)
     (before,) = report.load_run(tmp_path).rows[-1:]
@@ -140,10 +137,9 @@ class TestRun:
   def test_every_update_is_one_program(self, run, whole):
     del whole
     learner = run.learner
-    assert learner.policy.update.whole._cache_size() == 1
-    assert learner.critic.update.whole._cache_size() == 1
-    assert learner.policy.score._cache_size() == 1
-    assert learner.critic.score._cache_size() == 1
+    for model in (learner.policy, learner.critic):
+      assert model.update.whole._cache_size() == 1
+      assert model.score._cache_size() == 1
 
   def test_a_finished_run_has_nothing_to_do(self, run, whole, capsys):
     before = tiny_run.snapshot(whole)
@@ -233,28 +229,27 @@ class TestResume:
     assert not (tmp_path / CHECKPOINTS).exists()
 
   def test_another_seed_is_refused(self, run, whole):
-    before = tiny_run.snapshot(whole)
-    with pytest.raises(
-      InputError, match="config.run.seed: 0 -> 1; use the old"
-    ):
-      loop.train(with_config(run, run__seed=1, run__steps=9), whole)
-    assert tiny_run.snapshot(whole) == before
+    other = with_config(run, run__seed=1, run__steps=9)
+    check_refused(other, whole, "config.run.seed: 0 -> 1; use the old")
+
+  def test_the_folder_of_another_process_is_refused(self, run, whole):
+    with Workdir(whole).held():
+      longer = with_config(run, run__steps=9)
+      check_refused(longer, whole, "another process trains in it")
+
+  def test_a_tracker_that_is_not_installed(self, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'jaxrl_llm\[wandb\]'"):
+      loop.train(with_config(run, run__trackers=("wandb",)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
-class Failing:
-  """A pool that judges some batches, then fails on every response."""
-
-  def __init__(self, pool, batches):
-    self._pool, self._left = pool, batches
-
-  def judge(self, calls):
-    self._left -= 1
-    if self._left >= 0:
-      return self._pool.judge(calls)
-    return [Verdict(False, None, "error: down") for _ in calls]
-
-  def close(self):
-    self._pool.close()
+def check_refused(run, workdir, said, **settings):
+  """Checks that a run does not start in a folder, and changes nothing there."""
+  before = tiny_run.snapshot(workdir)
+  with pytest.raises(InputError, match=said):
+    loop.train(run, workdir, **settings)
+  assert tiny_run.snapshot(workdir) == before
 
 
 def test_a_reward_that_fails_from_some_step_on_stops_it(
@@ -267,8 +262,13 @@ def test_a_reward_that_fails_from_some_step_on_stops_it(
     ),
     tmp_path,
   )
-  # The first evaluation, and step 1.
-  monkeypatch.setattr(run.judge, "pool", Failing(run.judge.pool, 2))
+  judge, batches = run.judge.pool.judge, itertools.count()
+
+  def failing(calls):  # After the first evaluation and step 1.
+    down = Verdict(False, None, "error: down")
+    return judge(calls) if next(batches) < 2 else [down for _ in calls]
+
+  monkeypatch.setattr(run.judge.pool, "judge", failing)
   train(3)  # Two batches: the run continues, and so does the count on resume.
   said = "3 batches in a row, the last one at step 4, which is saved: reward .*"
   with pytest.raises(TrainingStopped, match=f"{said}down on chain_sum"):
@@ -290,10 +290,8 @@ class TestDamage:
     shutil.rmtree(alone / "checkpoints" / "5")
     more = with_config(run, run__steps=9)
     for directory, step in ((alone, None), (folder, 6)):
-      before = tiny_run.snapshot(directory)
-      with pytest.raises(InputError, match="6: this checkpoint is damaged"):
-        loop.train(more, directory, step=step)
-      assert tiny_run.snapshot(directory) == before
+      said = "6: this checkpoint is damaged"
+      check_refused(more, directory, said, step=step)
     loop.train(more, folder)
     shown = capsys.readouterr().out
     assert "checkpoint 6 is damaged (" in shown
@@ -342,21 +340,6 @@ class TestDiskFull:
     with pytest.raises(TrainingStopped, match="7: cannot write a checkpoint"):
       loop.train(with_config(run, run__steps=7), tmp_path)
     assert workdir_lib.steps(tmp_path) == [5, 6]
-
-
-class TestFolder:
-  def test_of_another_process(self, run, whole):
-    before = tiny_run.snapshot(whole)
-    with Workdir(whole).held():
-      with pytest.raises(InputError, match="another process trains in it"):
-        loop.train(with_config(run, run__steps=9), whole)
-    assert tiny_run.snapshot(whole) == before
-
-  def test_a_tracker_that_is_not_installed(self, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install 'jaxrl_llm\[wandb\]'"):
-      loop.train(with_config(run, run__trackers=("wandb",)), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 class TestBest:
@@ -448,18 +431,20 @@ class TestReplay:
 class TestValuePretraining:
   def train(self, run, workdir, **changes):
     loop.train(with_config(run, run__steps=1, **changes), workdir)
-    text = (workdir / "value_pretrain.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return metrics.read_rows(workdir / "value_pretrain.jsonl")
+
+  def pretrain(self, run, states, weights, folder, logger, stopped):
+    weights = Weights(weights.params, weights.version)
+    return run.pretraining.run(states.learner, weights, folder, logger, stopped)
 
   def test_patience(self, run, tmp_path):
     # The first batch always counts as better; no later one improves by 10.
-    rows = self.train(
-      run,
-      tmp_path,
-      value__pretrain_steps=20,
-      value__pretrain_min_delta=10.0,
-      value__pretrain_patience=3,
-    )
+    changes = {
+      "value__pretrain_steps": 20,
+      "value__pretrain_min_delta": 10.0,
+      "value__pretrain_patience": 3,
+    }
+    rows = self.train(run, tmp_path, **changes)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
 
   def test_at_most_the_steps_of_the_config(self, run, tmp_path):
@@ -471,14 +456,6 @@ class TestValuePretraining:
     assert rows[0]["value/explained_variance"] == 0.0
 
   def test_a_reward_model_comes_first_and_resumes(self, run, tmp_path):
-    class Stopped:  # Stops after some batches.
-      def __init__(self, batches):
-        self.left = 1 + batches
-
-      def agreed(self):
-        self.left -= 1
-        return self.left <= 0
-
     changes = {
       "value__reward_model_steps": 2,
       "value__pretrain_steps": 1,
@@ -493,25 +470,21 @@ class TestValuePretraining:
     # Training on last tokens also improves the values of prefixes.
     assert rows[2]["value/loss"] < rows[1]["value/loss"] < rows[0]["value/loss"]
 
-    parts = with_config(run, run__steps=1, **changes)
-    states, weights = loop.begin(parts)
-    folder = tmp_path / "parts"
-    for batches in (1, 2, 9):
-      parts.pretraining.run(
-        states.learner,
-        Weights(weights.params, weights.version),
-        folder,
-        metrics.MetricsLogger(folder, total_steps=1, last_step=-1),
-        Stopped(batches),
-      )
-    assert pretraining_rows(folder) == pretraining_rows(tmp_path / "whole")
-    shapes = run.learner.critic.shapes.trained
-    chex.assert_trees_all_equal(
-      *(
-        jax.device_get(checkpoint.load_tree(path / FOLDER, shapes))
-        for path in (folder, tmp_path / "whole")
-      )
+    parts, folder = (
+      with_config(run, run__steps=1, **changes),
+      tmp_path / "parts",
     )
+    states, weights = loop.begin(parts)
+    for batches in (1, 2, 9):
+      logger = metrics.MetricsLogger(folder, total_steps=1, last_step=-1)
+      answers = itertools.chain([False] * batches, itertools.repeat(True))
+      stopped = types.SimpleNamespace(agreed=answers.__next__)
+      self.pretrain(parts, states, weights, folder, logger, stopped)
+    assert pretraining_rows(folder) == pretraining_rows(tmp_path / "whole")
+    once, again = (
+      commit.read(x / FOLDER)["leaves"] for x in (folder, tmp_path / "whole")
+    )
+    assert once == again
 
   @pytest.mark.parametrize("best", [0, PRETRAINED - 1])
   def test_the_best_critic_is_kept_and_only_it_changes(
@@ -530,13 +503,8 @@ class TestValuePretraining:
     monkeypatch.setattr(Learner, "measure", noted)
     states, weights = loop.begin(run)
     policy = jax.device_get(states.learner.policy)
-    after = run.pretraining.run(
-      states.learner,
-      Weights(weights.params, weights.version),
-      tmp_path,
-      metrics.PhaseLogger(),
-      signals.Stopped(),
-    )
+    logger, stopped = metrics.PhaseLogger(), signals.Stopped()
+    after = self.pretrain(run, states, weights, tmp_path, logger, stopped)
     assert not measured and len(critics) == PRETRAINED
     chex.assert_trees_all_equal(jax.device_get(after.policy), policy)
     assert (after.step, after.waiting) == (0, None)
@@ -551,6 +519,4 @@ class TestValuePretraining:
 
   def test_reused_from_nowhere(self, run, tmp_path):
     with pytest.raises(InputError, match="value_pretrained: no such check"):
-      loop.train(
-        with_config(run, value__init_from=str(tmp_path / "no")), tmp_path
-      )
+      self.train(run, tmp_path, value__init_from=str(tmp_path / "no"))

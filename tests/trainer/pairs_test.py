@@ -9,10 +9,8 @@ step, and a resumed run repeats the uninterrupted one.
 """
 
 import collections
-import dataclasses
 import itertools
 import pathlib
-import shutil
 import zlib
 
 import numpy as np
@@ -21,7 +19,6 @@ import reference
 from helpers import configs, tiny_run
 
 from jaxrl_llm import register, rewards
-from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import learner as learner_lib
 from jaxrl_llm.learner import members
@@ -55,13 +52,7 @@ FEATURES = {
     "optimizer.policy.mini_batch": BATCH // 2,
     "optimizer.value.mini_batch": BATCH // 4,
   },
-  "mesh": {
-    "mesh.data": 2,
-    "mesh.fsdp": 2,
-    "mesh.tensor": 2,
-    "optimizer.policy.micro_batch_size": 4,
-    "optimizer.value.micro_batch_size": 4,
-  },
+  "mesh": tiny_run.EIGHT_DEVICES,
   "reads_logprobs": {"value.reads_logprobs": True},
   "average": {"off_policy.proximal": "ewma"},
   "kept_weights": {"off_policy.keep_weights": "float32"},
@@ -124,33 +115,28 @@ def registered():
 
 def make_config(model, method, *features):
   """Makes a small config of a method with features switched on."""
-  config = configs.load(method)
-  settings = tiny_run.overrides(model) | {
+  own, group = configs.load(method), GROUP + (method == "mc_grpo")
+  settings = {
     "reward.name": "looks_right",
     "value.pretrain_steps": 0,
     "data.prompts_per_step": PROMPTS,
-    "data.group_size": GROUP + (method == "mc_grpo"),
+    "data.group_size": group,
     "eval.every": STEPS,
     "run.steps": STEPS,
     "run.samples_every": 0,
     "checkpoint.keep": STEPS + 1,
   }
-  config.data.settings = settings.pop("data.settings")
-  batch = PROMPTS * settings["data.group_size"]
   for role in ("policy", "value"):
-    settings[f"optimizer.{role}.mini_batch"] = batch
+    settings[f"optimizer.{role}.mini_batch"] = PROMPTS * group
     settings[f"optimizer.{role}.warmup_steps"] = 0
     settings[f"optimizer.{role}.learning_rate_schedule"] = "linear"
-  if config.schedule.window:
-    settings |= FEATURES["window"]
-  if config.reward.overlong_buffer:
+  if own.reward.overlong_buffer:
     settings["reward.overlong_buffer"] = 4
-  for feature in features:
-    settings |= FEATURES[feature]
-  config.update_from_flattened_dict(settings)
   if method == "distill":
-    config.estimator.settings = {"teachers": str(model)}
-  return config
+    settings["estimator.settings"] = {"teachers": str(model)}
+  for feature in ("window", *features) if own.schedule.window else features:
+    settings |= FEATURES[feature]
+  return tiny_run.make_config(model, method, **settings)
 
 
 def accepts(method, *features):
@@ -171,7 +157,6 @@ class Recorder:
 
   def __init__(self, run, monkeypatch):
     self.batches, self.losses = [], collections.defaultdict(list)
-    self._run = run
     collect, experience = RolloutWorker.collect, learner_lib.Learner._experience
 
     def recorded_collect(worker, *args, **kwargs):
@@ -182,6 +167,8 @@ class Recorder:
 
     def recorded_experience(learner, responses, scores, version, *args, **kw):
       inputs = experience(learner, responses, scores, version, *args, **kw)
+      if learner is not run.learner:
+        return inputs
       rows = len(responses.rewards)
       inputs["test_sample_id"] = responses.rollout.sample_id
       inputs["test_version"] = np.full(rows, version)
@@ -189,18 +176,13 @@ class Recorder:
 
     monkeypatch.setattr(RolloutWorker, "collect", recorded_collect)
     monkeypatch.setattr(learner_lib.Learner, "_experience", recorded_experience)
-    # Value pretraining shares the members, so this learner gets its own.
-    own = {
-      name: dataclasses.replace(member, training=member.training._replace())
-      for name, member in run.learner.members.items()
-    }
-    monkeypatch.setattr(run.learner, "members", own)
     prepare = members.Training.prepare
 
     def recorded_prepare(training, inputs, batch, size=None):
       packed = prepare(training, inputs, batch, size)
-      for name, member in own.items():
-        if member.training is training:
+      # Value pretraining has its own learner, whose inputs are not recorded.
+      for name, member in run.learner.members.items():
+        if member.training is training and "test_version" in inputs:
           self.losses[name].append((inputs, packed, size))
       return packed
 
@@ -308,21 +290,15 @@ def check_schedules(run, workdir):
       assert 0 <= left - (1 - row["step"] / STEPS) <= 1 / STEPS + 1e-6
 
 
-def check_resumed(run, whole, resumed):
+def check_resumed(run, whole):
   """Checks that the run resumed after step 1 ends with the same bits."""
-  ignore = shutil.ignore_patterns(*map(str, range(2, STEPS + 1)))
-  shutil.copytree(whole, resumed, ignore=ignore)
-  loop.train(run, resumed)
+  resumed = tiny_run.resume(run, whole)
   once, again = map(tiny_run.comparable, (whole, resumed))
   if run.config.sampler.drafter:
     check_same_but_for_rounding(once, again)
     return
   assert again == once
-  first, second = (
-    commit.read(folder / "checkpoints" / str(STEPS))
-    for folder in (whole, resumed)
-  )
-  assert first["leaves"] == second["leaves"]
+  tiny_run.assert_same_checkpoints(run, whole, resumed)
 
 
 def check_same_but_for_rounding(once, again):
@@ -343,7 +319,7 @@ def check(model, case, tmp_path, monkeypatch):
   check_masks(run, recorder)
   check_weights(run, recorder)
   check_schedules(run, tmp_path / "whole")
-  check_resumed(run, tmp_path / "whole", tmp_path / "resumed")
+  check_resumed(run, tmp_path / "whole")
 
 
 class TestPairs:

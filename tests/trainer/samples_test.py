@@ -34,13 +34,12 @@ def model(tmp_path_factory):
     yield tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def train(model, folder, **changes):
-  """Trains; returns rows of metrics by step, and samples by step."""
-  made = build.make_run(tiny_run.make_config(model, **ALL | changes))
-  return train_run(made, folder)
+def make_run(model, **changes):
+  return build.make_run(tiny_run.make_config(model, **ALL | changes))
 
 
-def train_run(run, folder):
+def train(run, folder):
+  """Trains; returns rows of metrics, and samples by step."""
   loop.train(run, folder)
   samples = metrics.read_rows(folder / "samples.jsonl")
   steps = range(1, run.config.run.steps + 1)
@@ -73,11 +72,11 @@ def check_rows(samples):
 class TestCritic:
   @pytest.fixture(scope="class")
   def run(self, model):
-    return build.make_run(tiny_run.make_config(model, **ALL))
+    return make_run(model)
 
   @pytest.fixture(scope="class")
   def trained(self, run, tmp_path_factory):
-    return train_run(run, tmp_path_factory.mktemp("critic"))
+    return train(run, tmp_path_factory.mktemp("critic"))
 
   def test_all_responses_of_a_step(self, trained):
     rows, samples = trained
@@ -111,19 +110,18 @@ class TestCritic:
 
   def test_some_are_drawn_and_the_run_is_the_same(self, run, trained, tmp_path):
     rows, whole = trained
-    other = with_config(run, run__samples=3)
-    _, some = train_run(other, tmp_path / "some")
+    few = with_config(run, run__samples=3)
+    found, some = train(few, tmp_path / "some")
     for step, shown in some.items():
       assert len(shown) == 3 and all(sample in whole[step] for sample in shown)
-    train_run(with_config(run, run__samples_every=0), tmp_path / "none")
+    train(with_config(run, run__samples_every=0), tmp_path / "none")
     assert (tmp_path / "none" / "samples.jsonl").read_bytes() == b""
     first, other = (
       tiny_run.comparable(tmp_path / name) for name in ("some", "none")
     )
     assert first == other
-    assert [x["reward/mean"] for x in first[1:]] == [
-      x["reward/mean"] for x in rows[1:]
-    ]
+    mean = lambda rows: [row["reward/mean"] for row in rows[1:]]
+    assert mean(found) == mean(rows)
 
 
 class TestGroup:
@@ -136,7 +134,7 @@ class TestGroup:
     changes = {"schedule__lag": lag, "schedule__streaming": streaming}
     if streaming:
       changes["optimizer__policy__mini_batch"] = 32
-    rows, samples = train(model, tmp_path, **NO_CRITIC | changes)
+    rows, samples = train(make_run(model, **NO_CRITIC | changes), tmp_path)
     differences = []
     for row in rows[1:]:
       shown = samples[row["step"]]
@@ -158,7 +156,7 @@ class TestGroup:
 
 
 def test_windows_show_each_visit(model, tmp_path):
-  rows, samples = train(model, tmp_path, schedule__window=3)
+  rows, samples = train(make_run(model, schedule__window=3), tmp_path)
   visits = {}
   for row in rows[1:]:
     shown = samples[row["step"]]
@@ -177,14 +175,9 @@ def test_windows_show_each_visit(model, tmp_path):
 
 def test_turns_of_an_environment(model, tmp_path, monkeypatch):
   monkeypatch.setitem(turns.ENVIRONMENTS, "echo", Echo)
-  _, samples = train(
-    model,
-    tmp_path,
-    **NO_CRITIC,
-    environment__name="echo",
-    sampler__max_response_length=24,
-    run__steps=1,
-  )
+  changes = {"environment__name": "echo", "sampler__max_response_length": 24}
+  run = make_run(model, run__steps=1, **NO_CRITIC, **changes)
+  _, samples = train(run, tmp_path)
   check_rows(samples[1])
   replies = 0
   for sample in samples[1]:

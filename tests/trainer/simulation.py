@@ -418,15 +418,6 @@ def outcome(folder: pathlib.Path):
   return rows, record["leaves"], record["states"]
 
 
-def check_epochs(rows: list[dict]):
-  """Checks that every epoch has each example exactly once."""
-  drawn = [row[f"example/{i}"] for row in rows[1:] for i in range(_DRAWN)]
-  whole = len(drawn) // _EXAMPLES * _EXAMPLES
-  epochs = np.reshape(drawn[:whole], (-1, _EXAMPLES))
-  assert len(epochs) > 1 and len({tuple(epoch) for epoch in epochs}) > 1
-  assert np.array_equal(np.sort(epochs), [range(_EXAMPLES)] * len(epochs))
-
-
 def rot(disk: Disk, folder: pathlib.Path, rotten: set[int]):
   """Flips a bit of the newest checkpoint if another one is intact."""
   found = commit.steps(folder / "checkpoints")
@@ -529,7 +520,6 @@ def main(arguments: list[str] | None = None) -> int:
       )
       simulate(config, folder / f"whole{lag}", 0, 0.0)
       expected[lag] = config, outcome(folder / f"whole{lag}")
-      check_epochs(expected[lag][1][0])
     for seed in range(options.seed, options.seed + options.steps // STEPS):
       config, wanted = expected[seed % 2]
       disk, starts = simulate(config, folder / "run", seed, options.rate)

@@ -1,14 +1,9 @@
 """Runs 2,500 steps of the training loop on a failing file system."""
 
 import json
-import os
-import pathlib
 
 import pytest
 from helpers import programs
-
-_ROOT = pathlib.Path(__file__).parents[2]
-_PATH = os.pathsep.join(str(_ROOT / x) for x in (".", "tests", "scripts/dev"))
 
 
 @pytest.mark.slow
@@ -16,7 +11,7 @@ def test_faults_leave_no_trace():
   shown, _ = programs.finish(
     "tests/trainer/simulation.py",
     "--steps=2500",
-    env=os.environ | {"PYTHONPATH": _PATH},
+    env=programs.environment_of_tests(),
   )
   found = json.loads(shown)
   for kind in ("kill", "power", "full", "broken", "stop", "flip"):

@@ -36,14 +36,9 @@ class TestDescribe:
     rows = [f'{{"question": "{i}+1?", "answer": "{i + 1}"}}' for i in range(9)]
     file = tmp_path / "nine.jsonl"
     file.write_text("\n".join(rows))
-    *_, lines = _lines(
-      model,
-      data__source="jsonl",
-      data__path=str(file),
-      data__settings={},
-      eval__path=str(file),
-      **_NO_CRITIC,
-    )
+    paths = dict.fromkeys(("data__path", "eval__path"), str(file))
+    data = {"data__source": "jsonl", "data__settings": {}} | paths
+    *_, lines = _lines(model, **data, **_NO_CRITIC)
     assert f"{file}, 9 examples" in lines["data"]
     assert "critic" not in lines["model"] + lines["batch"]
 

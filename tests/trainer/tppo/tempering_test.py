@@ -1,9 +1,9 @@
 """The sampler receives the entropies of the previous batch."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
-from helpers.tiny_mesh_run import Spy, with_engine
 from helpers.tiny_tppo import record, with_learner
 
 from jaxrl_llm import estimators
@@ -13,20 +13,21 @@ from jaxrl_llm.learner import choices
 class TestTempering:
   def test_the_sampler_goes_by_the_batch_before(self, run, history):
     told, engine = [], run.worker.writer.engine
+    write = engine.generate_window
 
     def untempered(*arguments, processor_states, **settings):
       told.append(processor_states["entropy_tau"])
-      return engine.generate_window(*arguments, **settings)
+      return write(*arguments, **settings)
 
-    listening = Spy(engine, generate_window=untempered)
     processors = choices.logits_processors(
       {"entropy_tau": 0.5, "processors": ()}
     )
     algorithm = dataclasses.replace(
       run.learner.algorithm, processors=processors
     )
-    chosen = with_engine(with_learner(run, algorithm=algorithm), listening)
-    steps, (states, _) = record(chosen, 3)
+    with mock.patch.object(engine, "generate_window", untempered):
+      chosen = with_learner(run, algorithm=algorithm)
+      steps, (states, _) = record(chosen, 3)
     # Nothing is known before the first step; zeros leave temperatures as is.
     assert all(number == 0 for number in told[0])
     last = states.learner.processor_states["entropy_tau"]

@@ -5,7 +5,7 @@ import jax
 import pytest
 from helpers import tiny_run
 from helpers.tiny_run import with_config
-from helpers.tiny_tppo import LIMIT, newest, record, whole_responses
+from helpers.tiny_tppo import LIMIT, newest, record
 
 from jaxrl_llm.learner.packer import Packer
 from jaxrl_llm.trainer import loop
@@ -18,7 +18,7 @@ class TestWholeWindow:
     short = {"run__steps": 4, "run__samples_every": 2, "checkpoint__every": 9}
     for name, chosen in (
       ("windows", with_config(run, schedule__window=LIMIT, **short)),
-      ("vapo", whole_responses(run, **short)),
+      ("vapo", with_config(run, schedule__window=0, **short)),
     ):
       loop.train(chosen, tmp_path / name)
       states, _ = newest(chosen, tmp_path / name)
@@ -56,6 +56,6 @@ class TestEveryTokenOnce:
 
     monkeypatch.setattr(Packer, "mini_batches", mini_batches)
     # All responses end, so that policy and critic have two mini-batches.
-    chosen = whole_responses(run)
+    chosen = with_config(run, schedule__window=0)
     with pytest.raises(RuntimeError, match=f"of 32 responses once, .* {said}"):
       record(chosen, 1)
