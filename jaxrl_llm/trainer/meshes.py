@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.choices import has_critic
 
 
 class Meshes(NamedTuple):
@@ -85,7 +86,7 @@ def _mesh(config: Any, key: str, devices: list, why: str = "") -> Mesh:
 
 def _check_micro_batch_size(config: Any, mesh: Mesh) -> None:
   split = sharding.batch_size_of(mesh)
-  for role in ("policy", "value"):
+  for role in ("policy", "value") if has_critic(config) else ("policy",):
     rows = config.optimizer[role].micro_batch_size
     if rows % split:
       raise InputError(

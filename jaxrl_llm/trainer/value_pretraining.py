@@ -164,10 +164,9 @@ class ValuePretraining:
     learner = learner.replace(step=state.number)
     batch = trained.measure(learner, "critic", responses, rng)
     explained = learner_metrics.explained_variance(batch.experience)
-    row = {
-      _OUTCOMES if outcomes else _EXPLAINED: explained,
-      "reward/accuracy": float(responses.correct.mean()),
-    }
+    row = {_OUTCOMES if outcomes else _EXPLAINED: explained}
+    if (judged := responses.judged).any():
+      row["reward/accuracy"] = float(responses.correct[judged].mean())
     best, waited, done = {}, state.waited, False
     if not outcomes:
       improved = explained > state.explained + settings.pretrain_min_delta

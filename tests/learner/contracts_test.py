@@ -1,5 +1,7 @@
 """Contracts between sampler, estimates and losses that were broken once."""
 
+import zlib
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from helpers import recipes, tiny_run
 from helpers.tiny_algorithm import make_algorithm
 from helpers.tiny_run import make_run
 
+from jaxrl_llm import metrics, rewards
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import providers
 from jaxrl_llm.learner.choices import PROXIMALS, correction_of
@@ -229,3 +232,20 @@ def test_value_pretraining_regresses_on_monte_carlo_returns(model):
   np.testing.assert_allclose(
     batch.experience["returns"][mask], outcome[mask], atol=1e-6
   )
+
+
+def test_accuracy_in_value_pretraining_is_over_judged_responses(
+  model, tmp_path, monkeypatch
+):
+  def fails_for_some(prompt):
+    if zlib.crc32(prompt.encode()) % 2:
+      raise ValueError("no verdict")
+    return True
+
+  monkeypatch.setitem(rewards.REWARDS, "fails_for_some", fails_for_some)
+  run = make_run(
+    model, value__pretrain_steps=1, reward__name="fails_for_some", run__steps=0
+  )
+  assert loop.train(run, tmp_path) == 0
+  rows = metrics.read_rows(tmp_path / "value_pretrain.jsonl")
+  assert [row["reward/accuracy"] for row in rows] == [1.0, 1.0]

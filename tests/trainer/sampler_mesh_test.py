@@ -205,6 +205,13 @@ class TestSettings:
     trainer, sampler = self.make(mesh__data=2)
     assert sampler is trainer
 
+  def test_micro_batches_divide_over_the_mesh(self):
+    sizes = {"mesh__data": 8, "optimizer__policy__micro_batch_size": 8}
+    with pytest.raises(InputError, match="value.micro_batch_size=2 must be a"):
+      self.make(**sizes)
+    # Those of a critic that there is not do not matter.
+    self.make(estimator__name="group", value__pretrain_steps=0, **sizes)
+
   @pytest.mark.parametrize(
     ("sizes", "said"),
     [
