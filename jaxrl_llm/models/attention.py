@@ -114,7 +114,7 @@ def _attend_bwd(residuals, cotangent):
   scale = q.shape[-1] ** -0.5
   d_values = einsum("bkqd,bkqs->bkds", g, weights).swapaxes(2, 3)
   d_weights = einsum("bkqd,bksd->bkqs", g, values)
-  inner = jnp.sum((g * out).astype(jnp.float32), axis=-1, keepdims=True)
+  inner = jnp.sum(g.astype(jnp.float32) * out, axis=-1, keepdims=True)
   d_scores = (weights * (d_weights - inner)).astype(q.dtype)
   d_q = einsum("bkqs,bkds->bkqd", d_scores, keys) * scale
   d_keys = einsum("bkqd,bkqs->bkds", q * scale, d_scores)
