@@ -168,7 +168,7 @@ def test_turns_of_a_prefix_are_played_again():
 
   config = types.SimpleNamespace(
     begin=lambda prompt: json.dumps({"state": 0, "turns": 0, "rewards": {}}),
-    decode=lambda tokens: tokens.tolist(),
+    tokenizer=types.SimpleNamespace(decode=lambda tokens: tokens.tolist()),
     call=call,
   )
   found = truth.replay(config, rollout, [None] * 3)
