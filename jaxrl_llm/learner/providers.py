@@ -25,7 +25,8 @@ Column = Callable[[str, np.ndarray], np.ndarray]
 # Prefixes of inputs that are parts of the reward or columns of the data.
 PART, COLUMN = "part_", "column_"
 VERDICTS = ("rewards", "correct", "judged")
-LOGPROBS = operator.attrgetter("logprobs")  # Of the scores of a language model.
+# (scores of a language model) -> log-probs of the targets.
+LOGPROBS = operator.attrgetter("logprobs")
 # Inputs that every learner has.
 OF_THE_BATCH = frozenset(
   {field.name for field in dataclasses.fields(Rollout)}

@@ -79,13 +79,13 @@ def writer_logprobs(scoring: providers.Scoring) -> np.ndarray:
   read = scoring.learner.companions["kept"].read
   new = np.arange(rollout.mask.shape[1]) >= rollout.window_start[:, None]
   wrote = np.where(rollout.mask & new, rollout.version, version)
-  out = scoring.policy["old_logprobs"]
+  out = scoring.policy["old_logprobs"].copy()
   for earlier in np.setdiff1d(wrote, version):
     trained = read(scoring.state.companions["kept"], earlier)
     theirs = wrote == earlier
     rows = theirs.any(axis=1)
     scored = scoring.tokens("policy", providers.LOGPROBS, trained, rows)
-    out = np.where(theirs, scored, out)
+    out[theirs] = scored[theirs]
   return out
 
 

@@ -209,7 +209,7 @@ class TestSettings:
     sizes = {"mesh__data": 8, "optimizer__policy__micro_batch_size": 8}
     with pytest.raises(InputError, match="value.micro_batch_size=2 must be a"):
       self.make(**sizes)
-    # Those of a critic that there is not do not matter.
+    # Without a critic, its micro-batches do not matter.
     self.make(estimator__name="group", value__pretrain_steps=0, **sizes)
 
   @pytest.mark.parametrize(
