@@ -88,10 +88,13 @@ class TestImportanceWeights:
   )
   def test_stale_tokens_are_corrected_by_default(self, proximal, stale, fresh):
     changes = {"off_policy__proximal": proximal}
-    late = tiny_run.make_config(
-      "none", schedule__stop="first_groups", **changes
-    )
-    assert correction_of(late) == stale
+    for late in (
+      {"schedule__stop": "first_groups"},
+      {"schedule__lag": 1},
+      {"schedule__replay": 0.5},
+    ):
+      config = tiny_run.make_config("none", **late, **changes)
+      assert correction_of(config) == stale
     assert correction_of(tiny_run.make_config("none", **changes))[0] == fresh
 
   def test_interpolation_obeys_both_bounds(self):
