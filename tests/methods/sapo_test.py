@@ -30,7 +30,7 @@ def test_negative_advantages_far_from_the_policy_are_masked():
   behavior, old = (-1, -1), (-3, -4)  # D = 1.1353 + 2.0498.
   assert masked(behavior, old, (-1, -1)) == [False, False]
   assert masked(behavior, old, (-1, 1)) == [False, True]
-  assert masked(behavior, old, (1, 1)) == [True, True]
+  assert masked(behavior, old, (0, 0.5)) == [True, True]
   assert masked(behavior, old, (-1, -1), bound=3.2) == [True, True]
   assert masked(behavior, old, (-1, -1), other=False) == [True, True]
 
