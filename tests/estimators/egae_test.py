@@ -22,7 +22,7 @@ def _batch(length=70, rows=8, seed=0):
   mask &= rng.random((rows, length)) < 0.8
   mask[0] = True
   mask[1] = False
-  mask[2] = np.arange(length) == length // 2
+  mask[2] = np.arange(length) == 0
   truncated = rng.random(rows) < 0.5
   truncated[:4] = [True, True, True, False]
   rewards, values = rng.normal(size=(2, rows, length)).astype(np.float32)
