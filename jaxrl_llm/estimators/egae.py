@@ -166,7 +166,7 @@ def _last(values: chex.Array, mask: chex.Array) -> jax.Array:
   mask = jnp.asarray(mask, bool)
   time = jax.lax.broadcasted_iota(jnp.int32, mask.shape, mask.ndim - 1)
   latest = jnp.max(time, axis=-1, keepdims=True, where=mask, initial=-1)
-  return masked.masked_sum(values, mask & (time == latest), axis=-1)
+  return masked.masked_sum(values, time == latest, axis=-1)
 
 
 # (values, mask, next_values) -> V(s_l), [...].

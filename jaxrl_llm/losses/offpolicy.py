@@ -232,8 +232,7 @@ def interpolation_share(
   behavior_version = jnp.asarray(behavior_version)
   span = (current_version - behavior_version).astype(jnp.float32)
   step = (proximal_version - behavior_version).astype(jnp.float32)
-  share = jnp.where(span == 0.0, 0.0, step / jnp.where(span == 0.0, 1.0, span))
-  return jnp.clip(share, 0.0, 1.0)
+  return jnp.clip(step / jnp.maximum(span, 1.0), 0.0, 1.0)
 
 
 @of_equal_shape("logprobs", "behavior_logprobs", "share")

@@ -78,7 +78,9 @@ CASES = [
   (code_of, [ROW, MASK[0], statistics], {"sign": "other"}, "expected one of"),
   (code_of, [ROW, np.ones(4, bool), statistics], {}, "shape"),
   (estimators.adaptive_clip, [TWO], CLIP | {"clip_low": -0.1}, "low=-0.1"),
+  (estimators.adaptive_clip, [TWO], CLIP | {"clip_high": -0.1}, "high=-0.1"),
   (estimators.redistribute, [TOKENS] * 3, CLIP | {"clip_high": -1.0}, "=-1.0"),
+  (estimators.redistribute, [TOKENS] * 3, CLIP | {"clip_low": -1.0}, "=-1.0"),
   (estimators.redistribute, [TOKENS, ROW, TOKENS], CLIP, "shape"),
   (
     estimators.adaptive_temperature,

@@ -114,7 +114,7 @@ class TestRedistribute:
   def test_every_case(self):
     """Raised outside the neutral zone if uncertain, damped inside if not."""
     code = np.float32([0.5, 0.5, 0.5, -0.5, -0.5, -0.5, 0.0, 0.0])
-    ratio = np.float32([0.85, 1.0, 1.2, 0.85, 1.0, 1.2, 0.5, 1.0])
+    ratio = np.float32([0.85, 0.92, 1.2, 0.85, 1.08, 1.2, 0.5, 1.0])
     advantages = np.float32([2, 2, -2, 2, 2, -2, 2, -2])
     actual = estimators.redistribute(advantages, code, ratio, **_CLIP)
     np.testing.assert_array_equal(actual, [3, 2, -3, 2, 1, -2, 2, -2])

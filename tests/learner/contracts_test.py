@@ -88,27 +88,37 @@ class TestImportanceWeights:
   )
   def test_stale_tokens_are_corrected_by_default(self, proximal, stale, fresh):
     changes = {"off_policy__proximal": proximal}
-    late = tiny_run.make_config(
-      "none", schedule__stop="first_groups", **changes
-    )
-    assert correction_of(late) == stale
+    for late in (
+      {"schedule__stop": "first_groups"},
+      {"schedule__lag": 1},
+      {"schedule__replay": 0.5},
+    ):
+      config = tiny_run.make_config("none", **late, **changes)
+      assert correction_of(config) == stale
     assert correction_of(tiny_run.make_config("none", **changes))[0] == fresh
 
-  def test_interpolation_obeys_both_bounds(self):
-    made = make_algorithm(
-      off_policy__proximal="interpolate",
-      off_policy__correction="truncate",
-      off_policy__low=0.5,
-    )
-    # w = exp(-1) = 0.368, raised to 0.5; the ratio is 1.
+  @pytest.mark.parametrize(
+    ("changes", "weights"),
+    [
+      ({"off_policy__low": 0.5}, [0.5, 2.0]),
+      ({"off_policy__correction": "none"}, np.exp([-1.0, 1.0])),
+    ],
+  )
+  def test_interpolation_obeys_both_bounds(self, changes, weights):
+    given = {
+      "off_policy__proximal": "interpolate",
+      "off_policy__correction": "truncate",
+    }
+    made = make_algorithm(**given | changes)
+    # w = exp(-1) and exp(1); the ratio is 1.
     inputs = {
-      "logprobs": np.full((1, 1), -1.0, np.float32),
-      "behavior_logprobs": np.zeros((1, 1), np.float32),
-      "advantages": np.full((1, 1), 0.37, np.float32),
-      "interpolation_share": np.ones((1, 1), np.float32),
+      "logprobs": np.array([[-1.0, 0.0]], np.float32),
+      "behavior_logprobs": np.array([[0.0, -1.0]], np.float32),
+      "advantages": np.full((1, 2), 0.37, np.float32),
+      "interpolation_share": np.ones((1, 2), np.float32),
     }
     loss = made.policy_loss(inputs).loss
-    np.testing.assert_allclose(loss, [[-0.185]], rtol=1e-6)
+    np.testing.assert_allclose(loss[0], -0.37 * np.array(weights), rtol=1e-6)
 
 
 class TestNothingToTrain:

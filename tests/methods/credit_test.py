@@ -14,6 +14,7 @@ from helpers.tiny_algorithm import (
 from jaxrl_llm import estimators, masked
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.methods import maxrl, sae, turn_gae
+from jaxrl_llm.types import Status
 
 
 def spread(values, mask):
@@ -103,10 +104,13 @@ class TestEvpo:
     assert one["advantages"].any()
 
   def test_without_groups_it_is_the_mean_of_the_batch(self):
-    one = self.advantages("evpo", self.critic(-1), {"group": np.arange(12)})
+    judged = np.arange(12) != 4
+    alone = {"group": np.arange(12), "judged": judged}
+    one = self.advantages("evpo", self.critic(-1), alone)
     mask = make_rollout().mask
     outcome = np.where(np.arange(12) % 3 == 0, 1.0, -1.0) * mask.any(axis=1)
-    expected = spread(outcome - outcome.mean(), mask)
+    centered = np.where(judged, outcome - outcome[judged].mean(), 0.0)
+    expected = spread(centered, mask)
     np.testing.assert_allclose(one["advantages"], expected, rtol=1e-5)
 
   def test_equal_returns_have_no_advantage(self):
@@ -210,11 +214,13 @@ class TestTurns:
     made = make_algorithm(
       estimator__name="turn_gae", estimator__lambda_value=1.0
     )
-    got = make_experience(made)
+    ended = np.arange(12) != 4
+    status = np.where(ended, Status.FINISHED, Status.TRUNCATED)
+    got = make_experience(made, status=status)
     mask = make_rollout().mask
-    expected = mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
+    expected = mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1] & ended[:, None]
     np.testing.assert_array_equal(got["value_mask"], expected)
     assert 0 < expected.sum() < mask.sum()
     # Monte Carlo returns, as for any critic with lambda 1.
-    outcome = np.where(np.arange(12) % 3 == 0, 1.0, -1.0)
+    outcome = np.where(np.arange(12) % 3 == 0, 1.0, -1.0) * ended
     np.testing.assert_allclose(got["returns"], spread(outcome, mask))

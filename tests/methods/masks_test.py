@@ -48,14 +48,15 @@ def two_way(new, old, advantage, delta=0.05):
   return 0.0 if far else new / old * advantage
 
 
-def gate(new, old, advantage):
-  tau = 1.0 if advantage > 0 else 1.05
+def gate(new, old, advantage, tau_pos=1.0, tau_neg=1.05):
+  tau = tau_pos if advantage > 0 else tau_neg
   x = 1 / (1 + math.exp(-tau * (new / old - 1)))
   return 4 * x * (1 - x) * new / old * advantage
 
 
 # Loss, and minus its gradient with respect to one token's log-prob.
 SETTINGS = {"clip_low": 0.3, "clip_high": 5.0}
+STEEP = {"tau_pos": 4.0, "tau_neg": 5.0}
 PULLS = {
   "dis": (functools.partial(sao.dis_loss, **SETTINGS), dis),
   "icepop": (
@@ -66,8 +67,12 @@ PULLS = {
   "dppo_kl": (dppo.dppo_kl_loss, dppo_kl),
   "kpop": (kpop.kpop_loss, two_way),
   "sapo_gate": (sapo_gate.sapo_gate_loss, gate),
+  "steep_gate": (
+    functools.partial(sapo_gate.sapo_gate_loss, **STEEP),
+    functools.partial(gate, **STEEP),
+  ),
 }
-REJECTING = [name for name in PULLS if name != "sapo_gate"]
+REJECTING = [name for name in PULLS if not name.endswith("gate")]
 # Loss, new and old probability, advantage, minus the gradient.
 BY_HAND = [
   ("dis", 0.6, 0.5, 2.0, 2.4),
@@ -89,6 +94,7 @@ BY_HAND = [
   ("kpop", 0.02, 0.001, 1.0, 20.0),  # Both KLs are small for rare tokens.
   ("sapo_gate", 0.5, 0.5, 3.0, 3.0),
   ("sapo_gate", 1.0, 0.5, 1.0, 1.5728955),
+  ("steep_gate", 0.5, 0.5, -3.0, -3.0),
 ]
 
 
@@ -115,12 +121,15 @@ class TestOneToken:
     # The slope of a float32 sigmoid close to 1 has an error of 6e-8.
     atol = 1e-6 if name in REJECTING else 1e-5
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=atol)
-    if name in REJECTING:
-      # Exactly; no other tokens are flagged.
-      out = loss(*map(jnp.float32, (*logs, advantages)))
-      dropped = np.asarray(out.clipped_high | out.clipped_low)
-      np.testing.assert_array_equal(got == 0, dropped)
-      assert dropped.any() and not dropped.all()
+    # Flags mark dropped tokens, and those that the gate gives less than half.
+    dropped = np.asarray(got == 0)
+    if name not in REJECTING:
+      half = got / (advantages * new / old) < 0.5
+      dropped = half & (advantages * (new - old) > 0)
+    out = loss(*map(jnp.float32, (*logs, advantages)))
+    np.testing.assert_array_equal(out.clipped_high, dropped & (new > old))
+    np.testing.assert_array_equal(out.clipped_low, dropped & (new < old))
+    assert dropped.any() and not dropped.all()
 
   @pytest.mark.parametrize("name", PULLS)
   def test_by_hand(self, name):

@@ -17,19 +17,20 @@ from jaxrl_llm.types import Origin, take_rows
 
 
 def masked(behavior, old, advantages, *, other=True, bound=3.1):
-  """Returns the mask of one response whose tokens are all in the loss."""
-  rows = [np.asarray([x], np.float32) for x in (old, behavior, advantages)]
-  mask = np.ones_like(rows[0], bool)
+  """Returns the mask of two tokens before a distant one without a loss."""
+  tokens = (*old, -9), (*behavior, -1), (*advantages, -1)
+  rows = [np.asarray([x], np.float32) for x in tokens]
+  mask = np.asarray([[True, True, False]])
   origin = np.full(mask.shape, int(Origin.OTHER if other else Origin.POLICY))
   found = f_tis.without_far(mask, *rows, origin, max_distance=bound)
-  return np.asarray(found)[0].tolist()
+  return np.asarray(found)[0, :2].tolist()
 
 
 def test_negative_advantages_far_from_the_policy_are_masked():
   behavior, old = (-1, -1), (-3, -4)  # D = 1.1353 + 2.0498.
   assert masked(behavior, old, (-1, -1)) == [False, False]
   assert masked(behavior, old, (-1, 1)) == [False, True]
-  assert masked(behavior, old, (1, 1)) == [True, True]
+  assert masked(behavior, old, (0, 0.5)) == [True, True]
   assert masked(behavior, old, (-1, -1), bound=3.2) == [True, True]
   assert masked(behavior, old, (-1, -1), other=False) == [True, True]
 
