@@ -164,7 +164,8 @@ RUNS = {
     "run__replay_every": 2,
     "checkpoint__keep": _STEPS + 1,
   },
-  "streaming": {
+  "streaming, with a device each": {
+    **{key: 1 for key in _APART},
     "schedule__streaming": True,
     "estimator__name": "group",  # Without a critic there is less to compile.
     "loss__nll_coefficient": 0.0,
@@ -179,20 +180,21 @@ def test_learner_and_sampler_in_processes_of_their_own(
   model, tmp_path, features
 ):
   settings = {
-    **{key.replace(".", "__"): value for key, value in _APART.items()},
+    **_APART,
     "optimizer__policy__micro_batch_size": 4,
     "optimizer__value__micro_batch_size": 4,
     "value__pretrain_steps": 0,
     "run__steps": _STEPS,
     **RUNS[features],
   }
+  devices = 8 if "schedule__lag" in settings else 2
   alone = lambda: build.make_run(tiny_run.make_config(model, **settings))
   loop.train(alone(), tmp_path / "alone")
   start = lambda count: processes.start(
     "scripts/train.py",
     *tiny_run.flags(model, tmp_path / "run", **settings),
     count=count,
-    devices=8 // count,
+    devices=devices // count,
     folder=tmp_path,
   )
   if "schedule__lag" in settings:

@@ -15,6 +15,7 @@ from jaxrl_llm.trainer.workdir import Workdir
 SWITCHES = {
   "schedule.window": 3,
   "schedule.replay": 0.5,
+  "schedule.share_in": "shared",
   "sampler.entropy_tau": 0.1,
   "loss.kl_coefficient": 0.2,
   "loss.kl_reward_coefficient": 0.3,
@@ -148,10 +149,10 @@ class TestRefused:
     off, on = config_lib.get(make(), key), SWITCHES[key]
     folder = start(make())
     text = refusal(folder, changed({key: on}))
-    assert f"config.{key}: {off} -> {on}" in text
+    assert f"config.{key}: {off!r} -> {on!r}" in text
     unsave(folder)
     start(changed({key: on}))
-    assert f"config.{key}: {on} -> {off}" in refusal(folder, make())
+    assert f"config.{key}: {on!r} -> {off!r}" in refusal(folder, make())
     # Not off, only stronger.
     found = Workdir(folder).changes(changed({key: 2 * on}))
     assert found == {key: [on, 2 * on]}

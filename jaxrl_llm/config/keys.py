@@ -352,13 +352,13 @@ class Schedule(Group, path="schedule"):
   replay_for = Key("any", Names("data.replay:REPLAYS"), "Use of the replay"
     " store: 'any' draws stored groups instead of new ones; 'unsolved' (DART)"
     " stores correct responses and adds one to each group without any, to at"
-    " most the fraction schedule.replay of the groups.")
+    " most the fraction schedule.replay of the groups.", FIXED)
   replay_from = Key((), None, "Sources of other policies' responses for the"
     " replay store, read as they appear: JSONL files of generate.py with"
     " questions of the training data, and schedule.share_in of other runs.")
   share_in = Key("", None, "Folder to which only this run writes: its judged"
     " responses, for schedule.replay_from of other runs, and a record of the"
-    " files that it has read. '' neither shares nor reads.")
+    " files that it has read. '' neither shares nor reads.", SWITCH)
   streaming = Key(False, None, "Accumulates the gradients of each group as it"
     " completes and updates after the last one (periodic asynchrony). Needs"
     " lag=0, one mini-batch and a method without statistics of the whole"

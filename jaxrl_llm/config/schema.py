@@ -56,8 +56,8 @@ class Names:
 # Can never change: these determine random numbers, prompts, tokens, the
 # precision of stored log-probs or the method.
 FIXED = "fixed"
-# Cannot change from or to 0, which would switch a part of the method on or off.
-# Other changes are allowed.
+# Cannot change from or to 0 or '', which would switch a part of the method on
+# or off. Other changes are allowed.
 SWITCH = "switch"
 # Cannot change while the checkpoint has unfinished responses, which need their
 # slots.

@@ -210,7 +210,10 @@ class Learner(Scorer):
     """Updates a member with the gradients of all parts of a batch."""
     member = self.members[name]
     mask = batch.experience[member.training.mask]
-    size = masked.reduction_size(mask, mode=member.training.mode)
+    # On the host, because this process may have no device of the mesh.
+    size = jax.device_get(
+      masked.reduction_size(mask, mode=member.training.mode)
+    )
     at = member.settings.schedule_step(batch.step, 0, 1)
     model, row = member.update.apply(state.models[name], sums, size, at)
     state = state.with_model(name, model)

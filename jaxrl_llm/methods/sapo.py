@@ -7,14 +7,16 @@ replay store with the log-probs that they were sampled with, so that the weights
     w_t = π_old(a_t) / π_other(a_t)
 
 of `off_policy.correction` are exact within their bounds. Every run judges them
-itself, and finds the prompt of a response by its question. A file is read once,
-by the first batch after it appears. The run records this in its own folder, so
-that it reads the same files again if it is killed and resumed.
+itself, and finds the prompt of a response by its question. A line is read once,
+by the first batch after it appears: files may grow. The run records the lines
+of a batch in its own folder, so that it reads the same ones again if it is
+killed and resumed.
 
 Reference: Amico et al. 2025 (SAPO, swarm sampling policy optimization),
 arXiv:2509.08721. Differs in that complete groups are shared, and stored.
 """
 
+import contextlib
 import itertools
 import json
 import pathlib
@@ -40,7 +42,7 @@ class Swarm:
     self._own = pathlib.Path(schedule["share_in"])
     self._others = [pathlib.Path(path) for path in schedule["replay_from"]]
     self._rows: dict[str, int] = {}  # Rows of the data by question.
-    self._seen: set[str] | None = None  # Files that a batch has read.
+    self._read: dict[str, int] | None = None  # Lines read of each file.
 
   def read(
     self, number: int, store: Responses | None, source: Any, writer: Any
@@ -101,18 +103,43 @@ class Swarm:
   def _lines(self, number: int) -> list[rows.Row]:
     """Reads the files of a batch, and records their names."""
     journal = self._own / f"{number:012d}.read"
-    if self._seen is None:  # Records of later batches are added below.
+    if self._read is None:  # Records of later batches are added below.
       self._own.mkdir(parents=True, exist_ok=True)
-      read = [json.loads(x.read_text()) for x in self._own.glob("*.read")]
-      self._seen = set(itertools.chain(*read))
+      self._read = {}
+      for file in sorted(self._own.glob("*.read")):
+        self._read |= {name: end for name, (_, end) in _parts(file).items()}
     if not journal.exists():
       found = [[p] if p.is_file() else p.glob("*.jsonl") for p in self._others]
-      names = sorted(map(str, itertools.chain(*found)))
-      names = [name for name in names if name not in self._seen]
-      files.write_whole(journal, json.dumps(names))
-      self._seen |= {*names}
-    names = json.loads(journal.read_text())
-    return [row for name in names for row in rows.read_rows(pathlib.Path(name))]
+      parts = {}
+      for file in sorted(set(itertools.chain(*found))):
+        begin, end = self._read.get(str(file), 0), _end(file)
+        if begin < end:
+          parts[str(file)] = begin, end
+          self._read[str(file)] = end
+      files.write_whole(journal, json.dumps(parts))
+    found = []
+    for name, (begin, end) in _parts(journal).items():
+      lines = pathlib.Path(name).read_bytes().split(b"\n")[:end]
+      # Blank lines keep the numbers of the others, for messages.
+      lines[:begin] = [b""] * begin
+      found += rows.parse_rows(b"\n".join(lines), name)
+    return found
+
+
+def _parts(journal: pathlib.Path) -> dict[str, tuple[int, int]]:
+  """Returns the lines that a batch has read, (begin, end) by file."""
+  parts = json.loads(journal.read_text())
+  # Earlier versions recorded the names of entire files.
+  return parts if isinstance(parts, dict) else {x: (0, _end(x)) for x in parts}
+
+
+def _end(file: str | pathlib.Path) -> int:
+  """Returns the number of complete lines of a file, which may be growing."""
+  lines = pathlib.Path(file).read_bytes().split(b"\n")
+  with contextlib.suppress(ValueError):
+    json.loads(lines[-1])  # Complete, though without a newline.
+    return len(lines)
+  return len(lines) - 1
 
 
 def _record(judged: Judged, row: int) -> dict[str, Any]:

@@ -142,7 +142,9 @@ class Engine(Scheduler):
     requests_lib.check_requests(rollout, self.config, limit=limit)
     params = SamplingParams(
       settings,
-      self._metadata(key, settings, processor_states),
+      self._metadata(
+        np.asarray(jax.random.key_data(key)), settings, processor_states
+      ),
       group_size,
       extendable,
     )
@@ -178,7 +180,7 @@ class Engine(Scheduler):
     shape, config = jax.ShapeDtypeStruct, self.config
     cache, programs = self._cache, self._cache.programs
     params = (params, jax.eval_shape(self._drafter.params, params))
-    key = jax.eval_shape(jax.random.key, 0)
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     prefill = programs.prefill.lower
     placed = lambda x: shape(
       x.shape, x.dtype, sharding=self.fns.slots_sharding if x.ndim else None
@@ -206,7 +208,7 @@ class Engine(Scheduler):
 
   def _metadata(
     self,
-    key: chex.PRNGKey,
+    key: np.ndarray | jax.ShapeDtypeStruct,
     settings: SamplingSettings,
     states: Mapping[str, Any] | None,
   ) -> slots_lib.SamplingMetadata:
@@ -222,13 +224,7 @@ class Engine(Scheduler):
 
 def _equal(one: SamplingParams, other: SamplingParams) -> bool:
   """Returns whether requests with these parameters may be decoded together."""
-
-  def flatten(params):
-    key = jax.random.key_data(params.metadata.key)
-    metadata = params.metadata._replace(key=key)
-    return jax.tree.flatten(params._replace(metadata=metadata))
-
-  (leaves, tree), (others, other_tree) = flatten(one), flatten(other)
+  (leaves, tree), (others, other_tree) = map(jax.tree.flatten, (one, other))
   return tree == other_tree and all(map(np.array_equal, leaves, others))
 
 

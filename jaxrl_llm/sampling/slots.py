@@ -53,7 +53,9 @@ class Slots:
 class SamplingMetadata(NamedTuple):
   """Sampling parameters shared by all tokens of a call; arrays."""
 
-  key: chex.PRNGKey  # Key of the run; see `ModelRunner._sample`.
+  # Data of the run's key, on the host: JAX cannot copy an array of this process
+  # to a mesh with a single device that is another process's.
+  key: chex.Array
   stop_tokens: chex.Array  # int32 [n].
   states: Mapping[str, Any]  # States of logits processors by name.
 
@@ -218,13 +220,13 @@ class ModelRunner:
     a response depends on weights, prompt and sample_id, and on nothing else.
     `known` tokens are used instead of drawn ones.
     """
-    shape = ahead.shape
+    shape, key = ahead.shape, jax.random.wrap_key_data(metadata.key)
     index = (slots.length[:, None] + ahead).reshape(-1)
     per_token = functools.partial(jnp.repeat, repeats=shape[1])
 
     @jax.vmap
     def draw(sample_id, index):
-      sample_key = jax.random.fold_in(metadata.key, sample_id)
+      sample_key = jax.random.fold_in(key, sample_id)
       return jax.random.uniform(jax.random.fold_in(sample_key, index))
 
     uniform = draw(per_token(slots.sample_id), index)

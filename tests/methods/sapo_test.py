@@ -237,6 +237,31 @@ def test_files_that_do_not_fit_are_refused(model, tmp_path):
       reader(run)(number, None)
 
 
+def test_a_file_may_grow(model, tmp_path):
+  run = build.make_run(doors.make_config(model, **sharing(tmp_path, "a.jsonl")))
+  lines = lines_of(run, questions(run, 3), samples=1)
+  first, second, third = (json.dumps(line) + "\n" for line in lines)
+  file, read = tmp_path / "a.jsonl", reader(run)
+  tokens = lambda found: [
+    x[:n].tolist() for x, n in zip(found[0].tokens, found[0].lengths)
+  ]
+  for number, (text, new) in enumerate(
+    (("", 0), (first + second[:9], 1), (first + second[:-1], 1)), start=1
+  ):
+    file.write_text(text)
+    found = read(number, None)
+    assert (found and len(found[1]) or 0) == new
+  file.write_text(first + second + third)
+  # Restarted, it repeats a batch and then reads the rest.
+  read = reader(build.make_run(run.config))
+  assert tokens(read(3, None)) == [lines[1]["tokens"]]
+  assert tokens(read(4, None)) == [lines[2]["tokens"]]
+  assert read(5, None) is None
+  file.write_text(first + second + third + second[:9] + "\n")
+  with pytest.raises(InputError, match="a.jsonl:4"):
+    read(6, None)
+
+
 def test_later_files_of_other_questions_are_passed_over(model, tmp_path):
   names = "first.jsonl", "second.jsonl"
   run = build.make_run(doors.make_config(model, **sharing(tmp_path, *names)))
