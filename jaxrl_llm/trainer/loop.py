@@ -93,12 +93,12 @@ def train(
       keep_every=config.checkpoint.keep_every,
       best=functools.partial(best_step, folder.path, config.checkpoint.best),
     )
-    if found and found[-1] >= config.run.steps:
-      print(
-        f"already at its last step {found[-1]}; raise run.steps to continue"
-      )
-      return 0
     with contextlib.closing(saver), processes.ended_together():
+      if found and found[-1] >= config.run.steps:
+        print(
+          f"already at its last step {found[-1]}; raise run.steps to continue"
+        )
+        return 0
       return _resume_or_start(
         run, folder, saver, found, changes, stopped, begun
       )
