@@ -13,7 +13,7 @@ fails or takes too long does not affect the others:
   attention  training and decoding kernels compared with plain XLA
   agreement  log-probs of sampler and trainer compared, in both precisions
   tail       full rollouts (VAPO) compared with windows (T-PPO) on a long tail
-  grpo       GRPO on the embedded task, with its accuracy before and after
+  grpo       GRPO on the built-in task, with its accuracy before and after
   gsm8k      GRPO on GSM8K, with --model and --data
 
 Writes OUT/DEVICE.json and OUT/DEVICE.md after every measurement, and keeps

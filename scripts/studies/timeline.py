@@ -4,7 +4,7 @@
         --xla_cpu_multi_thread_eigen=false" \
         python scripts/study.py timeline [--steps=6] [--out=runs/timeline]
 
-Runs GRPO on the embedded base model with sampler and learner on separate
+Runs GRPO on the shipped base model with sampler and learner on separate
 devices, one core each: by turns, with `schedule.streaming` and with
 `schedule.lag`. Prints the seconds per step and writes OUT/timeline.csv (way,
 side, phase, begin and end in seconds), OUT/table.md and OUT/timeline.png. All
