@@ -73,9 +73,10 @@ def _show_data(run: Run) -> None:
 
 
 def _check_rewards(run: Run) -> None:
-  """Checks that the reward accepts gold answers, without which none can learn.
+  """Checks that the reward accepts the reference answers.
 
-  If no correct response is known for the reward, it only must not fail.
+  If no correct response is known for the reward, checks only that it returns
+  verdicts.
   """
   name = run.config.reward.name
   problems = [x for one in run.evaluators for x in one.prompts[:_CHECKED]]
@@ -89,19 +90,19 @@ def _check_rewards(run: Run) -> None:
       for problem, text in zip(problems, responses)
     ]
   )
-  count, said = len(verdicts), "golds accepted"
+  count, said = len(verdicts), "reference answers accepted"
   accepted = [v.correct for v in verdicts]
   if None in golds:
     accepted = [v.error is None for v in verdicts]
-    said = f"answers got a verdict; correct ones are unknown for {name!r}"
+    said = f"answers got a verdict (correct responses to {name!r} are unknown)"
   print(f"rewards: {sum(accepted)} of {count} {said}")
   if sum(accepted) < (count + 1) // 2:
     row = accepted.index(False)
     why = verdicts[row].error or f"such as {problems[row].answer!r}"
     raise InputError(
       f"config.reward.name={name!r} rejects {count - sum(accepted)} of {count}"
-      f" gold answers, {why} of {problems[row].id}; choose another reward or"
-      " clean the data"
+      f" reference answers, {why} of {problems[row].id}; choose another reward"
+      " or clean the data"
     )
 
 

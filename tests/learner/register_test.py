@@ -85,9 +85,9 @@ class TestRegister:
   @pytest.mark.parametrize(
     ("add", "names", "said"),
     [
-      (register.estimator, "gae", "'{}' exists; choose another name"),
-      (register.loss, "clip", "'{}' exists; choose another name"),
-      (register.optimizer, "adamw", "'{}' exists; choose another name"),
+      (register.estimator, "gae", "'{}' already exists; use another name"),
+      (register.loss, "clip", "'{}' already exists; use another name"),
+      (register.optimizer, "adamw", "'{}' already exists; use another name"),
       (register.auxiliary, "kl balance", "policy/{}_loss exists"),
       (
         register.token_input,

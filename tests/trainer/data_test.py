@@ -121,14 +121,14 @@ class TestOverlap:
 
   def test_is_counted_by_set(self, model, tmp_path):
     first, second = self.run(model, tmp_path, "warn").evaluators
-    told = "2 of 6 evaluated questions of test are trained on; remove them"
+    told = "2 of 6 evaluated questions of test are in the training data"
     assert first.origin.startswith(told) and len(first.prompts) == 6
     assert second.origin == ""
 
   def test_is_left_out(self, model, tmp_path):
     first, second = self.run(model, tmp_path, "drop").evaluators
     assert [p.question for p in first.prompts] == sums(3)
-    assert first.origin == "2 questions of test are trained on and left out"
+    assert first.origin == "2 training questions are left out of test"
     assert [p.question for p in second.prompts] == sums(4)
     assert second.origin == ""
 

@@ -146,7 +146,7 @@ class TestRun:
     for steps in (6, 4):
       loop.train(with_config(run, run__steps=steps), whole)
       assert capsys.readouterr().out == (
-        "already at its last step 6; raise run.steps to continue\n"
+        "the run has reached its last step, 6; raise run.steps to continue\n"
       )
     assert tiny_run.snapshot(whole) == before
 
@@ -270,7 +270,7 @@ def test_a_reward_that_fails_from_some_step_on_stops_it(
 
   monkeypatch.setattr(run.judge.pool, "judge", failing)
   train(3)  # Two batches: the run continues, and so does the count on resume.
-  said = "3 batches in a row, the last one at step 4, which is saved: reward .*"
+  said = "3 batches in a row, up to step 4, which was saved: reward .*"
   with pytest.raises(TrainingStopped, match=f"{said}down on chain_sum"):
     train(9)
   assert workdir_lib.steps(tmp_path) == [3, 4]
