@@ -208,7 +208,7 @@ class TestEvaluate:
     problems.write_text('{"question": "1+1?", "answer": "2"}\n')
     flags = f"--checkpoint={run[1]}", f"--dataset={problems}"
     for out, message in (
-      (tmp_path, f"would replace {problems}, the evaluation data"),
+      (tmp_path, f"would overwrite {problems}, the evaluation data"),
       (problems, "cannot be written (File exists); choose another"),
     ):
       refused = programs.refused("evaluate", *flags, f"--out={out}")

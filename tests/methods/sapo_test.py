@@ -225,11 +225,11 @@ def test_files_that_do_not_fit_are_refused(model, tmp_path):
   for number, (change, said) in enumerate(
     (
       ({"question": "1+1+1+1?"}, "no complete response"),
-      ({"logprobs": [-1.0]}, "with 1 log-probs"),
-      ({"logprobs": None}, "with 0 log-probs"),
-      ({"text": "12"}, "own tokenizer"),
+      ({"logprobs": [-1.0]}, "and 1 log-probs"),
+      ({"logprobs": None}, "and 0 log-probs"),
+      ({"text": "12"}, "this run.s tokenizer"),
       ({"turns": []}, "no turns"),
-      ({"tokens": [3] * 99, "logprobs": [-1.0] * 99}, "there are 99"),
+      ({"tokens": [3] * 99, "logprobs": [-1.0] * 99}, "has 99 tokens"),
     )
   ):
     write(tmp_path / "given" / f"{number}.jsonl", [line | change])
