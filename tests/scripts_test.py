@@ -177,7 +177,7 @@ def test_rows_without_a_checkpoint_are_not_overwritten(tmp_path):
   (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
   before = tiny_run.snapshot(tmp_path)
   line = programs.refused("train", f"--workdir={tmp_path}")
-  assert "but no checkpoint; mount the disk of" in line and "--config" in line
+  assert "without checkpoints; mount the disk of" in line and "--config" in line
   assert tiny_run.snapshot(tmp_path) == before
 
 

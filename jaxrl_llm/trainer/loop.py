@@ -343,6 +343,6 @@ def evaluate(
   # Later, answers or verdicts may be missing only temporarily.
   if best and best not in row and states.step == 0:
     raise InputError(
-      f"config.checkpoint.best={best!r}: must be one of {', '.join(row)}"
+      f"config.checkpoint.best={best!r} must be one of {', '.join(row)}"
     )
   return row

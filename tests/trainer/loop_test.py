@@ -377,7 +377,7 @@ class TestBest:
     self.train(run, tmp_path / "late", best, run__steps=3)
     assert len(calls) == 4
     missing = 5
-    with pytest.raises(InputError, match="checkpoint.best=.* not in eval/"):
+    with pytest.raises(InputError, match="checkpoint.best=.* must be one of"):
       self.train(run, tmp_path / "first", best)
 
   @pytest.mark.parametrize("name", ["eval/chain_sum/greedy", "policy/loss"])
