@@ -105,8 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
   add("--peer", **several, help="program that prints JSON; repeatable")
   add("--rounds", type=int, default=2, help="rounds with peers: A B, B A, ...")
   add("--timeout_s", type=float, default=3600.0, help="limit per program")
-  idle = "longest wait for an idle machine before a run, in seconds"
-  add("--wait_idle", type=float, default=0.0, help=idle)
+  add("--wait_idle", type=float, default=0.0, help="max. wait for idle cores")
   return parser
 
 

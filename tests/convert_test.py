@@ -466,7 +466,7 @@ class TestRefusals:
         lambda made: made.update(max_exp_avg_sq=made["exp_avg"]),
         "max_exp_avg_sq' is unexpected",
       ),
-      (lambda made: made["step"].add_(1), "different update counts, [4, 5]"),
+      (lambda made: made["step"].add_(1), "several update counts, [4, 5]"),
       (lambda made: made["exp_avg"].fill_(torch.nan), "are not finite"),
       (lambda made: made.update(exp_avg=torch.zeros(3)), "has shape [3]"),
     ],

@@ -51,7 +51,7 @@ class TestWorkdir:
     "text, message",
     [
       ("{", "config.json: not JSON"),
-      ("[]", "config.json: a list, not an object"),
+      ("[]", "config.json: not a JSON object"),
       ('{"runs": {"seed": 1}}', "json: config.runs.seed: no such key"),
       ('{"run": {"sed": 1}}', "json: config.run.sed: no such key"),
       ('{"run": {"seed": "one"}}', "json: config.run.seed='one'"),

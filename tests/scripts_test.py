@@ -128,7 +128,7 @@ class TestResume:
     line = fail(start(folder, "--nodry_run"), 2)  # Only --workdir.
     assert f"{own}: no such file" in line
     output = finish(start(folder, f"--plugin={moved}"))
-    assert "run has reached its last step, 10; raise run.steps" in output
+    assert "run is at its last step 10; raise run.steps to" in output
     assert "own parts\n" in output
     line = fail(start(folder, "--config=configs/grpo.py"), 2)
     assert "has a run of vapo; leave --config out or give another" in line

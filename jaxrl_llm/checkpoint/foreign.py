@@ -92,9 +92,7 @@ def read(
       for kind, arrays in (("", weights), *state.items())
     ]
     if len(steps) != 1:
-      raise InputError(
-        f"{folder}: parameters have different update counts, {sorted(steps)}"
-      )
+      raise InputError(f"{folder}: has several update counts, {sorted(steps)}")
     return ModelState(*trees, *steps)
 
 

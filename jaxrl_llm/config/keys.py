@@ -335,10 +335,9 @@ class Schedule(Group, path="schedule"):
   max_staleness = Key(4, SOME, "Maximum number of updates between the oldest"
     " and the newest token of a batch, with 'first_groups'. Groups that would"
     " exceed it are finished before new ones start.", KEPT)
-  lag = Key(0, Range(0, 16), "Number of updates by which the weights that"
-    " sample a batch are older than the weights that train on it. Above 0,"
-    " sampler and learner run concurrently, best on separate meshes; 0 is"
-    " on-policy.", FIXED)
+  lag = Key(0, Range(0, 16), "Updates between sampling a batch and training on"
+    " it. Above 0, sampler and learner run concurrently, best on separate"
+    " meshes; 0 is on-policy.", FIXED)
   overlap = Key(True, None, "Runs sampler and learner concurrently if"
     " schedule.lag > 0. False alternates them, with the same results.")
   replay = Key(0.0, BELOW_1,

@@ -198,9 +198,7 @@ def parse_object(
   with as_input_error(f"{where}: not JSON", advice, ValueError, RecursionError):
     value = json.loads(text, parse_constant=_refuse)
   if not isinstance(value, dict):
-    raise InputError(
-      f"{where}: a {type(value).__name__}, not an object; {advice}"
-    )
+    raise InputError(f"{where}: not a JSON object; {advice}")
   return value
 
 

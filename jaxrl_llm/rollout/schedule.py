@@ -90,8 +90,7 @@ def too_few(
   """Returns the error for dynamic sampling that found too few groups."""
   return TrainingStopped(
     f"{rounds} rounds judged {judged} groups, but only {passed} of the"
-    f" {settings.groups} needed have both correct and incorrect responses: the"
-    " data are too easy or too hard; change the data, raise"
-    " schedule.over_provision or schedule.max_rounds, or set"
-    " schedule.dynamic_sampling=False"
+    f" {settings.groups} needed have correct and incorrect responses: the data"
+    " are too easy or too hard; change them, raise schedule.over_provision or"
+    " schedule.max_rounds, or set schedule.dynamic_sampling=False"
   )

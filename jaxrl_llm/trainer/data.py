@@ -114,9 +114,8 @@ def _problems(config, one, trained, settings) -> Problems:
   asked = {_normal(prompt.question) for prompt in prompts}
   if not origin and (shared := asked & trained):
     origin = (
-      f"{len(shared)} of {len(asked)} evaluated questions of {name} are in the"
-      " training data; remove them from data.path, or set"
-      " eval.on_overlap='drop'"
+      f"{len(shared)} of {len(asked)} evaluated questions of {name} are trained"
+      " on; remove them from data.path, or set eval.on_overlap='drop'"
     )
   return Problems(prompts, name, origin)
 

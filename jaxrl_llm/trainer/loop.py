@@ -89,8 +89,7 @@ def train(
     changes, found = folder.changes(config), folder.steps(step)
     if found and found[-1] >= config.run.steps:
       print(
-        f"the run has reached its last step, {found[-1]}; raise run.steps to"
-        " continue"
+        f"the run is at its last step {found[-1]}; raise run.steps to continue"
       )
       return 0
     saver = checkpoint.Checkpointer(

@@ -121,7 +121,7 @@ class TestOverlap:
 
   def test_is_counted_by_set(self, model, tmp_path):
     first, second = self.run(model, tmp_path, "warn").evaluators
-    told = "2 of 6 evaluated questions of test are in the training data"
+    told = "2 of 6 evaluated questions of test are trained on; remove them"
     assert first.origin.startswith(told) and len(first.prompts) == 6
     assert second.origin == ""
 

@@ -146,7 +146,7 @@ class TestRun:
     for steps in (6, 4):
       loop.train(with_config(run, run__steps=steps), whole)
       assert capsys.readouterr().out == (
-        "the run has reached its last step, 6; raise run.steps to continue\n"
+        "the run is at its last step 6; raise run.steps to continue\n"
       )
     assert tiny_run.snapshot(whole) == before
 
