@@ -202,7 +202,7 @@ def make_parser() -> argparse.ArgumentParser:
   parser = program.make_parser(__doc__)
   add = parser.add_argument
   add("--parts", help="comma-separated; default: all")
-  add("--seconds", type=float, default=600.0, help="for all parts together")
+  add("--seconds", type=float, default=600.0, help="total time limit")
   add("--sizes", choices=devices.SIZES, help="default: small on a CPU")
   add("--out", default="docs/accelerator", help="output folder")
   add("--model", default="", help="Hugging Face folder, for gsm8k")
