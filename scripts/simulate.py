@@ -205,7 +205,7 @@ def make_parser() -> argparse.ArgumentParser:
   add("--max", default="8192,32768", help="maximum length for each median")
   add("--p99", default="1.5,2,4,8", help="99th percentiles / median")
   add("--lengths", metavar="FILE", help="measured lengths to use instead")
-  add("--between", type=float, default=0.5, help="variance between prompts")
+  add("--between", type=float, default=0.5, help="variance share of prompts")
   add("--prompt_length", type=int, default=512, help="tokens per prompt")
   add("--slots", type=int, default=512, help="concurrent responses")
   add("--groups", type=int, default=128, help="prompts per training step")

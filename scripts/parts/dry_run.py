@@ -48,8 +48,8 @@ def dry_run(run: Run) -> None:
     gib = (f"{x / _GIB:.3f}" if x else "" for x in (*held, known.get(name)))
     table.row(name, f"{seconds:.1f}", *gib)
   print(
-    "per device; as compiled and, for scoring and updates, as estimated in"
-    " bfloat16; nothing was trained",
+    "GiB are per device; the estimate is that of the cost model for temporary"
+    " memory in bfloat16; nothing was trained",
     flush=True,
   )
 
@@ -59,14 +59,7 @@ def _show_data(run: Run) -> None:
   count = min(len(source), run.config.data.prompts_per_step)
   prompts, _ = source.draw(source.init(), count)
   lengths = [len(p.tokens) for p in prompts]
-  problems = ", ".join(
-    f"{len(one.prompts)} evaluation problems ({one.name})"
-    for one in run.evaluators
-  )
-  print(
-    f"data: {len(source)} training examples, {problems};"
-    f" the first {count} prompts have {min(lengths)} to {max(lengths)} tokens"
-  )
+  print(f"first {count} prompts: {min(lengths)} to {max(lengths)} tokens")
   print(f"first prompt: {prompts[0].text!r}, answer {prompts[0].answer!r}")
   for line in filter(None, (one.origin for one in run.evaluators)):
     print(line)
