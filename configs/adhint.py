@@ -2,15 +2,15 @@
 
 Prompts with a solve rate below three quarters are sampled again with the
 beginning of a solution, which is the data's column `completion` or the clean
-solution of an embedded task. The rest is GRPO with clip-higher and the
+solution of a built-in task. The rest is GRPO with clip-higher and the
 token-level loss. data.order_settings has the largest and the smallest fraction
 of a solution, `most` (0.8) and `least` (0.0), and the solve rate from which no
 hint is given, `enough` (0.75).
 
     python scripts/train.py --config=configs/adhint.py[:PRESET]
 
-PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
-embedded task on a CPU.
+PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
+trains on the built-in running sums on a CPU.
 """
 
 from jaxrl_llm import config as config_lib

@@ -16,8 +16,8 @@ Differences from the paper:
 
     python scripts/train.py --config=configs/areal.py[:PRESET]
 
-PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
-embedded task on a CPU.
+PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
+trains on the built-in running sums on a CPU.
 """
 
 from jaxrl_llm import config as config_lib

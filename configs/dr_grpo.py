@@ -10,8 +10,8 @@ limit is that of the preset, and 1,024 prompts make its batch.
 
     python scripts/train.py --config=configs/dr_grpo.py[:PRESET]
 
-PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
-embedded task on a CPU.
+PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
+trains on the built-in running sums on a CPU.
 """
 
 from jaxrl_llm import config as config_lib

@@ -15,8 +15,8 @@ at 1.0 and top-p 0.7, as for every method.
 
     python scripts/train.py --config=configs/hapo.py[:PRESET]
 
-PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
-embedded task on a CPU.
+PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
+trains on the built-in running sums on a CPU.
 """
 
 from jaxrl_llm import config as config_lib

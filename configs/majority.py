@@ -7,12 +7,12 @@ label leads to the same verdict. The rest is GRPO with clip-higher and the
 token-level loss.
 
 Where the most frequent answer is wrong, the policy learns the error, as on the
-embedded task, where the base's majority is right on 0.24 of the problems.
+built-in task, where the base's majority is right on 0.24 of the problems.
 
     python scripts/train.py --config=configs/majority.py[:PRESET]
 
-PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
-embedded task on a CPU.
+PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
+trains on the built-in running sums on a CPU.
 """
 
 from jaxrl_llm import config as config_lib

@@ -11,8 +11,8 @@ pivot; here groups have the preset's size, made odd.
 
     python scripts/train.py --config=configs/mc_grpo.py[:PRESET]
 
-PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
-embedded task on a CPU.
+PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
+trains on the built-in running sums on a CPU.
 """
 
 from jaxrl_llm import config as config_lib

@@ -10,12 +10,12 @@ T-PPO's paper compares with PPO-EWMA but does not describe the setup. The other
 settings are therefore those of tppo.py without windows: VAPO's critic,
 advantages and losses, and full rollouts. The decay is from the authors' code;
 its center of mass is 8 updates, half a rollout at 32B and four rollouts on the
-embedded task.
+built-in task.
 
     python scripts/train.py --config=configs/ppo_ewma.py[:PRESET]
 
-PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
-embedded task on a CPU.
+PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
+trains on the built-in running sums on a CPU.
 """
 
 from jaxrl_llm import config as config_lib

@@ -11,8 +11,8 @@ names its own folder and that of the other run:
 Responses that `generate.py` wrote for the training questions can be used in the
 same way: replay_from names the file.
 
-PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
-embedded task on a CPU.
+PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
+trains on the built-in running sums on a CPU.
 """
 
 from jaxrl_llm import config as config_lib

@@ -2,14 +2,14 @@
 
 A wrong response is sampled again from its first wrong step, which an oracle
 corrects; all responses to a prompt share a baseline. The rest is GRPO with
-clip-higher and the token-level loss. The oracle of the embedded tasks is exact;
+clip-higher and the token-level loss. The oracle of the built-in tasks is exact;
 for other data, a --plugin file registers one with `register.oracle`, and
 data.order_settings={'oracle': NAME} selects it.
 
     python scripts/train.py --config=configs/scope.py[:PRESET]
 
-PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
-embedded task on a CPU.
+PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
+trains on the built-in running sums on a CPU.
 """
 
 from jaxrl_llm import config as config_lib

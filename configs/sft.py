@@ -8,13 +8,13 @@ steps. An answer is
   * the assistant's messages in `messages`, in every turn,
   * `completion` after `prompt`, as texts or as messages,
   * `completion` or `solution` after `question`; data.columns sets other names,
-  * the clean solution of an embedded task.
+  * the clean solution of a built-in task.
 
     python scripts/train.py --config=configs/sft.py[:PRESET]
 
-PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
-embedded task on a CPU, and smollm2 trains on the sums themselves. Batch size
-and learning rate are those of reinforcement learning at that scale.
+PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
+trains on the built-in running sums on a CPU. smollm2 trains on the answers to
+two-digit sums. Batch size and learning rate are those of RL at that scale.
 """
 
 from jaxrl_llm import config as config_lib

@@ -15,8 +15,8 @@ The window is a quarter of the longest response; the paper has 8K of 24K.
 
     python scripts/train.py --config=configs/tppo.py[:PRESET]
 
-PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
-embedded task on a CPU.
+PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
+trains on the built-in running sums on a CPU.
 """
 
 from jaxrl_llm import config as config_lib

@@ -12,7 +12,7 @@ is trained on (`schedule.lag`), which makes its tokens stale.
 Differences from the paper:
   * The baseline of a response comes from the other responses to its prompt. The
     authors' code includes the response itself, which biases the baseline.
-  * At the embedded scale the baseline uses the true gradient norm of every
+  * With the built-in task the baseline uses the true gradient norm of every
     response, from one backward pass per response: 8 to 12 s of steps of 12 to
     19 s, which take 6 to 10 s without (measured 2026-11-22 on 2 cores x86,
     under other load). The other scales have larger models or longer responses
@@ -25,8 +25,8 @@ Differences from the paper:
 
     python scripts/train.py --config=configs/vcpo.py[:PRESET]
 
-PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
-embedded task on a CPU.
+PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
+trains on the built-in running sums on a CPU.
 """
 
 from jaxrl_llm import config as config_lib

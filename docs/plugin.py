@@ -1,4 +1,4 @@
-"""A reward, a source of questions and a loss of one's own.
+"""An example plugin: a custom reward, source of questions, input and loss.
 
 scripts/train.py --config=configs/grpo.py --plugin=docs/plugin.py
   --config.data.source=doubles --config.data.settings="{'largest': 40}"
@@ -22,12 +22,12 @@ def doubles(*, largest):  # Some questions are held out for evaluation.
   return [Example(f"{n}", f"{n}+{n}?", f"{2 * n}", "doubles") for n in numbers]
 
 
-def to_come(tokens, lengths):  # [B, T], the share that is to come.
+def to_come(tokens, lengths):  # [B, T], fraction of the response still to come.
   return 1.0 - jnp.arange(tokens.shape[1])[None] / lengths[:, None]
 
 
 def early(logprobs, proximal_logprobs, advantages, to_come, *, clip_high):
-  """PPO's loss clipped above alone, where early tokens count more."""
+  """PPO's loss with only the upper clip, and more weight on early tokens."""
   credit, clip = to_come * advantages, {"clip_low": 1.0, "clip_high": clip_high}
   return losses.clipped_policy_loss(logprobs, proximal_logprobs, credit, **clip)
 

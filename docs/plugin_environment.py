@@ -1,4 +1,4 @@
-"""An environment and a tool of one's own.
+"""An example plugin: a custom environment and a tool.
 
 scripts/train.py --config=configs/grpo.py --plugin=docs/plugin_environment.py
   --config.environment.name=second_try --config.reward.name=environment

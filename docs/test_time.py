@@ -1,10 +1,10 @@
-"""Two programs around a trained model: refinement of drafts, and a tournament.
+"""Two test-time methods: refinement of drafts, and a knockout tournament.
 
     python docs/test_time.py --model=MODEL_OR_RUN --question='3+5-2?'
       [--drafts=8,8,4] [--max_new_tokens=256]
 
-Both need `generate` and `tokenizer` of a `Policy` alone, so that they also take
-a model of your own.
+Both use only `generate` and `tokenizer` of a `Policy`, so they also work with
+any other object that has these two.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Which answer is better? Reply with A or B."""
 def sample(
   policy: Any, texts: Sequence[str], samples: int = 1, **sampling: Any
 ) -> list[list[str]]:
-  """Samples responses to each text; a chat model is asked in its format."""
+  """Samples responses to each text, in the chat format if the model has one."""
   prompts = list(texts)
   if policy.tokenizer.chat_template:
     prompts = [[{"role": "user", "content": text}] for text in texts]
@@ -46,10 +46,10 @@ def distill(drafts: Sequence[str], *, kept: int, room: int) -> str:
   """Returns the ends of drafts with different last lines, in bounded space.
 
   Args:
-    drafts: The texts.
-    kept: How many are kept at most: one for each last line, the most frequent
-      last line first.
-    room: Characters of each.
+    drafts: texts of the drafts.
+    kept: maximum number of drafts to return, one for each last line, the most
+      frequent last lines first.
+    room: maximum number of characters per draft.
   """
   last = [draft.rpartition("\n")[2] for draft in drafts]
   first_of = dict(zip(reversed(last), reversed(drafts)))
@@ -71,17 +71,17 @@ def refine(
   """Parallel-Distill-Refine (Madaan et al. 2025, arXiv:2510.01123).
 
   Every round samples drafts in parallel. They are distilled into a workspace of
-  bounded size, which the next round reads. The authors have a model write the
-  workspace; here it has the ends of the drafts.
+  bounded size, which the next round reads. In the paper, a model writes the
+  workspace; here it consists of the ends of the drafts.
 
   Args:
-    policy: Of `jaxrl_llm.load`.
-    question: Text of the question.
-    drafts: Drafts of each round.
-    kept: Drafts in the workspace at most.
-    room: Characters of each of them.
-    seed: Seed of the randomness.
-    **sampling: keywords of `Policy.generate`.
+    policy: a policy, as returned by `jaxrl_llm.load`.
+    question: text of the question.
+    drafts: number of drafts in each round.
+    kept: maximum number of drafts in the workspace.
+    room: maximum number of characters of each draft in it.
+    seed: seed of the sampling.
+    **sampling: keyword arguments of `Policy.generate`.
 
   Returns:
     The drafts of the last round.
@@ -97,16 +97,16 @@ def refine(
 def tournament(
   policy: Any, question: str, answers: Sequence[str], **sampling: Any
 ) -> str:
-  """Returns the answer that wins a knock-out tournament, judged by the model.
+  """Returns the answer that wins a knockout tournament, judged by the model.
 
-  Each pair is judged in both orders, because judges prefer a position; the
-  earlier answer wins where they disagree.
+  Each pair is judged in both orders, because models tend to prefer one
+  position; if the two judgements disagree, the earlier answer wins.
 
   Args:
-    policy: Of `jaxrl_llm.load`.
-    question: Text of the question.
-    answers: At least one.
-    **sampling: keywords of `Policy.generate`.
+    policy: a policy, as returned by `jaxrl_llm.load`.
+    question: text of the question.
+    answers: one or more answers.
+    **sampling: keyword arguments of `Policy.generate`.
   """
   left = list(answers)
   while len(left) > 1:
@@ -135,12 +135,12 @@ def _counts(text: str) -> list[int]:
 
 
 def main() -> None:
-  """Refines drafts, and prints those of the last round and the best of them."""
+  """Refines drafts; prints the drafts of the last round and the best one."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--model", required=True, help="model directory or run")
   parser.add_argument("--question", required=True)
   parser.add_argument(
-    "--drafts", type=_counts, default="8,8,4", help="of each round"
+    "--drafts", type=_counts, default="8,8,4", help="drafts of each round"
   )
   parser.add_argument("--max_new_tokens", type=int, default=256)
   given = parser.parse_args()

@@ -325,8 +325,8 @@ class Policy:
     own, out = [pathlib.Path(p).resolve() for p in own], pathlib.Path(path)
     if workdir.is_workdir(out) or out.resolve() in own:
       raise InputError(
-        f"{path} is the folder of a run, or the model that the policy comes"
-        " from; choose another directory"
+        f"{path} is the folder of a run, or the model that this policy was"
+        " loaded from; choose another directory"
       )
 
   def _write(self, path, fns, params, dtype) -> None:
@@ -334,8 +334,8 @@ class Policy:
     old = pathlib.Path(path) / "config.json"
     if old.exists() and hf.read_config(path) != fns.config:
       raise InputError(
-        f"{path}: has another model, whose weights would be replaced; choose"
-        " another directory"
+        f"{path}: contains another model, whose weights would be overwritten;"
+        " choose another directory"
       )
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     models.save(path, fns, params, tokenizer_from=self.directory)
@@ -377,14 +377,14 @@ def load(
   if workdir.is_workdir(path):
     return Policy(path, workdir.find_step(path, step), dtype)
   for run in filter(workdir.is_workdir, path.parents[:2]):
-    if not hf.is_model(path):  # Which may have been exported into the run.
+    if not hf.is_model(path):  # A model may have been exported into the run.
       raise InputError(
-        f"{path}: is part of the run {run}; give that, and a checkpoint by its"
-        " step"
+        f"{path}: is part of the run {run}; give the folder of the run, and"
+        " select a checkpoint by its step"
       )
   if step is not None:
     raise InputError(
-      f"{path}: no step {step}, for this is not the --workdir of a run; leave"
+      f"{path}: is not the --workdir of a run and has no step {step}; leave"
       " out the step"
     )
   return Policy(path, dtype=dtype)

@@ -1,10 +1,10 @@
-"""Registers custom parts by name; called by a file of `--plugin`.
+"""Registers custom parts by name; for use in a `--plugin` file or a notebook.
 
-A registered name becomes a value of its config key, just like the names of the
-package. Plain functions are registered: positional arguments receive the inputs
-of their names, keyword-only arguments the settings of their names, and unknown
-names are refused. The files of `methods/` register the package's own methods in
-the same way.
+A registered name becomes a value of its config key, like the names of the
+package. Parts are plain functions: each positional argument receives the input
+of the same name, each keyword-only argument the setting of the same name, and
+unknown names are refused. The files of `methods/` register the package's own
+methods in the same way.
 """
 
 import difflib
@@ -40,7 +40,7 @@ def _add(table: dict, key: str, name: str, value: Any) -> None:
   file = table.get(name)  # The file in `methods`, if it is being imported now.
   adds = isinstance(file, str) and f"jaxrl_llm.methods.{file}" in sys.modules
   if name in table and not adds and (key, name) not in _OWN:
-    raise ValueError(f"config.{key}={name!r} exists; choose another name")
+    raise ValueError(f"config.{key}={name!r} already exists; use another name")
   if not adds:
     _OWN.add((key, name))
   table[name] = value
@@ -75,11 +75,11 @@ def _check_keywords(
 
 
 def reward(name: str, fn: rewards.RewardFn) -> None:
-  """Makes `reward.name=NAME` choose a reward.
+  """Registers a reward, selected by `reward.name=NAME`.
 
   Args:
     name: new name.
-    fn: function whose argument names choose its inputs: prompt (as the model
+    fn: function whose argument names select its inputs: prompt (as the model
       reads it), question, messages (of a conversation), response (the text of
       the model; with an environment its turns, one per line), tokens (of that
       text), answer, finished (whether it ended with a stop token), conversation
@@ -105,7 +105,7 @@ def group_reward(
   name: str,
   fn: Callable[[list[str], list[rewards.Verdict]], Sequence[Any]],
 ) -> None:
-  """Makes `reward.group=NAME` choose a reward that compares a group.
+  """Registers a reward of whole groups, selected by `reward.group=NAME`.
 
   It replaces the verdicts in training, never in evaluation.
 
@@ -119,7 +119,7 @@ def group_reward(
 
 
 def family(name: str, family: families.Family) -> None:
-  """Adds support for models whose config.json has `model_type` NAME.
+  """Registers a family of models, whose config.json has `model_type` NAME.
 
   Args:
     name: new name.
@@ -127,12 +127,12 @@ def family(name: str, family: families.Family) -> None:
       `jaxrl_llm/models/families/`.
   """
   if name in families.names() and name not in families.REGISTERED:
-    raise ValueError(f"there is already a family {name!r}")
+    raise ValueError(f"family {name!r} already exists; use another name")
   families.REGISTERED[name] = family
 
 
 def source(name: str, make: Callable[..., sources.Source]) -> None:
-  """Makes `data.source=NAME` choose a source of examples.
+  """Registers a source of examples, selected by `data.source=NAME`.
 
   Args:
     name: new name.
@@ -144,7 +144,7 @@ def source(name: str, make: Callable[..., sources.Source]) -> None:
 
 
 def template(name: str, make: Callable[..., prompts.Template]) -> None:
-  """Makes `data.template=NAME` choose a template.
+  """Registers a prompt template, selected by `data.template=NAME`.
 
   Args:
     name: new name.
@@ -154,7 +154,7 @@ def template(name: str, make: Callable[..., prompts.Template]) -> None:
 
 
 def prompt_source(name: str, make: Callable[..., prompts.PromptSource]) -> None:
-  """Makes `data.order=NAME` choose a prompt source, such as a curriculum.
+  """Registers a prompt source, such as a curriculum, for `data.order=NAME`.
 
   Args:
     name: new name.
@@ -164,7 +164,7 @@ def prompt_source(name: str, make: Callable[..., prompts.PromptSource]) -> None:
 
 
 def oracle(name: str, fn: oracles.Oracle) -> None:
-  """Makes SCOPE's `data.order_settings={'oracle': NAME}` choose an oracle.
+  """Registers an oracle for SCOPE's `data.order_settings={'oracle': NAME}`.
 
   Args:
     name: new name.
@@ -175,12 +175,12 @@ def oracle(name: str, fn: oracles.Oracle) -> None:
 
 
 def schedule(name: str, stop: schedules.Stop) -> None:
-  """Makes `schedule.stop=NAME` choose when a sampler call stops."""
+  """Registers a rule for when a sampler call stops, by `schedule.stop=NAME`."""
   _add(schedules.STOPS, "schedule.stop", name, stop)
 
 
 def engine(name: str, make: Callable[..., RolloutEngine]) -> None:
-  """Makes `sampler.engine=NAME` choose an engine, such as a server.
+  """Registers an engine, such as a server, selected by `sampler.engine=NAME`.
 
   Args:
     name: new name.
@@ -191,7 +191,7 @@ def engine(name: str, make: Callable[..., RolloutEngine]) -> None:
 
 
 def environment(name: str, make: Callable[..., Environment]) -> None:
-  """Makes `environment.name=NAME` choose an environment.
+  """Registers an environment, selected by `environment.name=NAME`.
 
   Args:
     name: new name.
@@ -201,7 +201,7 @@ def environment(name: str, make: Callable[..., Environment]) -> None:
 
 
 def tools(name: str, *functions: Callable[..., Any]) -> None:
-  """Makes `environment.name=NAME` offer functions as tools to a chat model.
+  """Registers functions as tools for a chat model, by `environment.name=NAME`.
 
   Args:
     name: new name.
@@ -212,7 +212,7 @@ def tools(name: str, *functions: Callable[..., Any]) -> None:
 
 
 def estimator(name: str, fn: Callable[..., jax.Array], **inputs: str) -> None:
-  """Makes `estimator.name=NAME` choose an advantage estimator.
+  """Registers an advantage estimator, selected by `estimator.name=NAME`.
 
   Args:
     name: new name.
@@ -228,7 +228,7 @@ def estimator(name: str, fn: Callable[..., jax.Array], **inputs: str) -> None:
 def loss(
   name: str, fn: Callable[..., losses.ClippedPolicyLoss], **inputs: str
 ) -> None:
-  """Makes `loss.name=NAME` choose a policy loss.
+  """Registers a policy loss, selected by `loss.name=NAME`.
 
   Args:
     name: new name.
@@ -241,7 +241,7 @@ def loss(
 
 
 def mask(name: str, fn: Callable[..., jax.Array]) -> None:
-  """Adds a mask of the policy loss, chosen by `loss.masks`.
+  """Registers a mask of the policy loss, selected by `loss.masks`.
 
   Args:
     name: new name.
@@ -264,7 +264,7 @@ def logits_processor(
   state: Callable[..., Any] | None = None,
   initial: Any = None,
 ) -> None:
-  """Adds a logits processor of the sampler, chosen by `sampler.processors`.
+  """Registers a logits processor, selected by `sampler.processors`.
 
   A stateless processor applies to everything that the engine samples. A
   stateful one, whose state follows training, does not apply to evaluation.
@@ -297,7 +297,7 @@ def logits_processor(
 
 
 def token_input(name: str, fn: Callable[..., jax.Array]) -> None:
-  """Adds an input that estimators, losses and masks may read by its name.
+  """Registers an input that estimators, losses and masks can read by its name.
 
   Args:
     name: new name.
@@ -316,7 +316,7 @@ def leaf(
   *,
   needs: Sequence[str] = (),
 ) -> None:
-  """Adds an input that is computed from models or from the responses.
+  """Registers an input that is computed from models or from the responses.
 
   Args:
     name: new name.
@@ -333,7 +333,7 @@ def leaf(
 def member(
   name: str, make: Callable[..., members.Member], *, reads: Sequence[str]
 ) -> None:
-  """Adds a model that is trained alongside the policy, such as a probe.
+  """Registers a model that is trained alongside the policy, such as a probe.
 
   Args:
     name: new name, also of its state in the checkpoint.
@@ -341,7 +341,7 @@ def member(
     reads: names of the inputs that it is trained on.
   """
   if name in ("policy", "critic", *choices.COMPANIONS):
-    raise ValueError(f"there is already a member {name!r}; choose another name")
+    raise ValueError(f"member {name!r} already exists; use another name")
   _add(choices.MEMBERS, "members", name, choices.OwnMember(make, tuple(reads)))
 
 
@@ -353,7 +353,7 @@ def auxiliary(
   mode: str = "token-mean",
   **inputs: str,
 ) -> None:
-  """Makes `loss.auxiliary={NAME: coefficient}` add a loss to the policy's.
+  """Registers an auxiliary loss, added by `loss.auxiliary={NAME: coefficient}`.
 
   Args:
     name: new name; the loss is logged as `policy/NAME_loss`.
@@ -364,7 +364,7 @@ def auxiliary(
     **inputs: argument of `fn` -> name of its input, where the names differ.
   """
   if name in ("nll", "kl", "entropy", "balance"):  # Of a model with experts.
-    raise ValueError(f"policy/{name}_loss exists; choose a new name")
+    raise ValueError(f"policy/{name}_loss already exists; use another name")
   errors.check_choice("mode", mode, masked.MODES.keys() - masked.NORM_MODES)
   _check_keywords(fn, "loss", inputs=inputs)
   made = choices.AuxiliaryLoss(choices.maker_of(fn, **inputs), mask, mode)
@@ -372,7 +372,7 @@ def auxiliary(
 
 
 def optimizer(name: str, make: Callable[..., Any]) -> None:
-  """Makes `optimizer.policy.name=NAME` choose an optimizer; also for the value.
+  """Registers an optimizer, for `optimizer.policy.name` and `.value.name`.
 
   Args:
     name: new name.

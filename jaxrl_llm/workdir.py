@@ -225,7 +225,7 @@ def load_critic(
   """
   config = read_config(workdir)
   if not any((workdir / "checkpoints" / str(step)).glob("learner.critic.*")):
-    raise InputError(f"{workdir}: there is no critic; give a run with one")
+    raise InputError(f"{workdir}: has no critic; give a run with one")
   for key in ("ensemble", "reads_logprobs"):
     if config.value[key]:
       raise InputError(

@@ -13,7 +13,7 @@ fails or takes too long does not affect the others:
   attention  training and decoding kernels compared with plain XLA
   agreement  log-probs of sampler and trainer compared, in both precisions
   tail       full rollouts (VAPO) compared with windows (T-PPO) on a long tail
-  grpo       GRPO on the embedded task, with its accuracy before and after
+  grpo       GRPO on the built-in task, with its accuracy before and after
   gsm8k      GRPO on GSM8K, with --model and --data
 
 Writes OUT/DEVICE.json and OUT/DEVICE.md after every measurement, and keeps
@@ -202,7 +202,7 @@ def make_parser() -> argparse.ArgumentParser:
   parser = program.make_parser(__doc__)
   add = parser.add_argument
   add("--parts", help="comma-separated; default: all")
-  add("--seconds", type=float, default=600.0, help="for all parts together")
+  add("--seconds", type=float, default=600.0, help="total time limit")
   add("--sizes", choices=devices.SIZES, help="default: small on a CPU")
   add("--out", default="docs/accelerator", help="output folder")
   add("--model", default="", help="Hugging Face folder, for gsm8k")

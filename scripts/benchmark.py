@@ -89,23 +89,23 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument("part", choices=PARTS)
   add = parser.add_argument
   tail.add_flags(parser)
-  help_ = "of the sampler's weights and matrix products"
+  help_ = "data type of the sampler's weights and matrix products"
   add("--sampler_dtype", **program.DTYPE, help=help_)
-  add("--slots", type=int, help="of the sampler; default: --batch")
-  add("--micro_batch_size", type=int, default=4, help="rows per gradient")
-  row = "capacity of a packed row; by default one prompt and response"
+  add("--slots", type=int, help="slots of the sampler; default: --batch")
+  add("--micro_batch_size", type=int, default=4, help="rows per micro-batch")
+  row = "tokens per packed row; default: one prompt with its response"
   add("--max_tokens_per_row", type=int, help=row)
   remat = {"choices": list(transformer.REMAT_POLICIES), "default": "full"}
   add("--remat_policy", **remat, help="what the backward pass recomputes")
-  add("--rows", type=int, default=512, help="of estimators")
+  add("--rows", type=int, default=512, help="rows of estimators")
   add("--length", type=int, default=24576, help="tokens per row of estimators")
   add("--megabytes", type=int, default=400, help="size of the checkpoint")
   add("--repeats", type=int, default=3, help="timed runs after a warm-up")
   several = program.REPEATED | {"metavar": "NAME=COMMAND"}
-  add("--peer", **several, help="must print a JSON object; repeatable")
-  add("--rounds", type=int, default=2, help="with peers: A B, B A, ...")
-  add("--timeout_s", type=float, default=3600.0, help="per program")
-  add("--wait_idle", type=float, default=0.0, help="max. seconds before a run")
+  add("--peer", **several, help="program that prints JSON; repeatable")
+  add("--rounds", type=int, default=2, help="rounds with peers: A B, B A, ...")
+  add("--timeout_s", type=float, default=3600.0, help="limit per program")
+  add("--wait_idle", type=float, default=0.0, help="max. wait for idle cores")
   return parser
 
 

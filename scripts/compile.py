@@ -43,7 +43,7 @@ _TOPOLOGY = flags.DEFINE_string(
 )
 _SEARCH = flags.DEFINE_bool("search", False, "Rank meshes; compile nothing.")
 _MEAN = flags.DEFINE_float(
-  "mean_response", 0.0, "Tokens; default: a quarter of the maximum length."
+  "mean_response", 0.0, "Mean tokens; default: a quarter of the maximum."
 )
 _CACHE = flags.DEFINE_string(
   "cache", ".jax_cache/compiled", "Folder of cached compilation results."

@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
   """Runs the command."""
   parser = program.make_parser(__doc__)
   add = parser.add_argument
-  add("--checkpoint", required=True, metavar="WORKDIR", help="of the run")
+  add("--checkpoint", required=True, metavar="WORKDIR", help="folder of a run")
   where = parser.add_mutually_exclusive_group(required=True)
   where.add_argument("--out", metavar="DIR", help="directory to write")
   where.add_argument("--take", metavar="DIR", help="state to load into the run")
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
   what.add_argument("--critic", action="store_true", help=help_)
   help_ = "format of the directory; the moments are written too"
   add("--form", choices=foreign.FORMS, help=help_)
-  help_ = "of the written weights; float32 is exact"
+  help_ = "data type of the written weights; float32 is exact"
   add("--dtype", **program.DTYPE, help=help_)
   help_ = "Python file of custom parts; repeatable"
   add("--plugin", **program.REPEATED, metavar="FILE", help=help_)

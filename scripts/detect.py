@@ -1,4 +1,4 @@
-"""Finds the broken hosts of a fleet from the metrics that all hosts report.
+"""Finds the faulty hosts of a fleet from the metrics that all hosts report.
 
     python scripts/detect.py --metrics=DIR [--hold_s=240] [--threshold=1.6]
 
@@ -19,13 +19,13 @@ own baseline for --hold_s seconds without a break, if it takes 1.5 times as long
 as they do for 20 seconds and four steps, or if it has been silent for a minute
 by the median host's clock. The baseline of a host is its level in the first
 three of the 15 minutes, so run the command every five minutes: a host that
-broke before that window looks normal.
+failed before that window looks normal.
 
 Roles with fewer than three hosts are not compared, because any of them could be
-the broken one. If no role has three and there are two hosts in all, the error
-names the one that is more likely broken.
+the faulty one. If no role has three and there are two hosts in all, the error
+names the one that is more likely faulty.
 
-Exit code 0 if no host is broken, 1 if one is, 2 for bad input and for hosts
+Exit code 0 if no host is faulty, 1 if one is, 2 for bad input and for hosts
 that cannot be compared.
 """
 
@@ -45,7 +45,7 @@ _SILENT_S = 60
 def report(
   reports: fleet.Reports, *, threshold: float, hold_s: float
 ) -> list[str]:
-  """Returns a line for each broken host."""
+  """Returns a line for each faulty host."""
   hosts, roles, end = reports.hosts, reports.roles, reports.now
   names = list(hosts)
   lines = []
@@ -78,7 +78,7 @@ def report(
 
 
 def suspicion(reports: fleet.Reports) -> str:
-  """Returns which of two hosts is more likely broken; '' if neither stands out.
+  """Returns which of two hosts is more likely faulty; '' if neither stands out.
 
   It is the host that takes longer for a phase, or whose metric has moved
   farther from its level in the first minutes.
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
       f"{options.metrics}: cannot compare {len(hosts)} host(s); give at least"
       f" {fleet.FEWEST} per role{suspicion(reports)}"
     )
-  print("\n".join(lines) or f"none of the {len(hosts)} hosts is broken")
+  print("\n".join(lines) or f"none of the {len(hosts)} hosts is faulty")
   for role, size in sizes.items():
     if size < fleet.FEWEST:
       print(f"not compared: {size} of role '{role}' (at least {fleet.FEWEST})")

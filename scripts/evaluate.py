@@ -24,7 +24,7 @@ from jaxrl_llm.errors import InputError, as_input_error
 
 _DEFAULT = pathlib.Path(__file__).resolve().parents[1] / "configs" / "vapo.py"
 _CONFIG = command_line.define_config(
-  f"{_DEFAULT}:gsm8k-smoke", "Settings for a model directory; runs have theirs."
+  f"{_DEFAULT}:gsm8k-smoke", "Settings, for a model directory only."
 )
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint", "", "--workdir of a run, or Hugging Face model directory."
@@ -124,8 +124,8 @@ def make_folder(folder: pathlib.Path, evaluated_on: str) -> None:
     out = folder / f"{file.stem}.jsonl"
     if out.exists() and file.exists() and out.samefile(file):
       raise InputError(
-        f"--out={folder}: would replace {file}, which is evaluated on; choose"
-        " another"
+        f"--out={folder}: would overwrite {file}, the evaluation data; choose"
+        " another folder"
       )
 
 
@@ -147,7 +147,7 @@ def write(folder: pathlib.Path, evaluated) -> None:
 def _writing(folder: pathlib.Path):
   """Turns errors of the file system into an InputError."""
   what = f"--out={folder}: cannot be written"
-  return as_input_error(what, "choose another", OSError)
+  return as_input_error(what, "choose another folder", OSError)
 
 
 def problem_of(evaluated, first: int) -> dict:

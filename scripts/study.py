@@ -123,15 +123,15 @@ def train(run: list[str], log_file: pathlib.Path) -> int:
 def add_flags(parser: argparse.ArgumentParser) -> None:
   """Adds the flags of a study."""
   add = parser.add_argument
-  add("--seeds", default="0,1,2", help="comma-separated")
+  add("--seeds", default="0,1,2", help="seeds, comma-separated")
   add("--out", default="runs/studies", help="output folder")
   add("--variants", help="names of variants, separated by ';'")
   add("--plugin", **program.REPEATED, help="Python file of custom parts")
-  add("--report", action="store_true", help="do not train")
-  add("--curves", metavar="FILES", help="do not train; read these CSV files")
-  add("--config", metavar="METHOD[:PRESET]", help="of a sweep; or a file")
+  add("--report", action="store_true", help="only report the runs so far")
+  add("--curves", metavar="FILES", help="only report these CSV files")
+  add("--config", metavar="METHOD[:PRESET]", help="method of a sweep")
   sweep = program.REPEATED | {"metavar": "KEY=VALUE,VALUE"}
-  add("--sweep", **sweep, help="values of a key; repeated: their product")
+  add("--sweep", **sweep, help="repeat for a product of keys")
 
 
 def find_study(options: argparse.Namespace) -> Study:

@@ -55,7 +55,7 @@ _PROCESS_ID = flags.DEFINE_integer(
   "process_id", 0, "Index of this process, from 0.", lower_bound=0
 )
 _DISTRIBUTED = flags.DEFINE_bool(
-  "distributed", False, "A process started by Slurm, GKE or Cloud TPU."
+  "distributed", False, "Join the processes of Slurm, GKE or a Cloud TPU."
 )
 _PATIENCE_S = flags.DEFINE_integer(
   "patience_s", 100, "Seconds until a process counts as dead.", lower_bound=1
@@ -114,7 +114,7 @@ def make_config(folder: pathlib.Path):
   rows = folder / "metrics.jsonl"
   if rows.is_file() and rows.stat().st_size and not workdir.steps(folder):
     raise InputError(
-      f"{folder}: has the rows of a run, but no checkpoint; mount the disk of"
+      f"{folder}: contains a run without checkpoints; mount the disk of"
       f" {folder}/checkpoints if it has one, or give --config to start again"
     )
   config.update_from_flattened_dict(config_flags.get_override_values(flag))
@@ -128,7 +128,7 @@ def make_config(folder: pathlib.Path):
       f" {config.run.method}; leave --config out or give another --workdir"
     )
   for key, (own, other) in workdir.differences(config, given).items():
-    print(f"config.{key} stays {own!r}, though --config has {other!r}")
+    print(f"config.{key} keeps its value {own!r}; --config has {other!r}")
   return config
 
 
@@ -152,12 +152,12 @@ def run() -> int:
   config = processes.of_first(make_config, folder)
   for path in config.run.plugins:
     plugin.load(path)
-  owners = build.make_run(config)
+  components = build.make_run(config)
   if _DRY_RUN.value:
-    dry_run.dry_run(owners)
+    dry_run.dry_run(components)
     return 0
   print(f"workdir {folder}", flush=True)
-  number = loop.train(owners, folder, step=_STEP.value, begun=_BEGUN)
+  number = loop.train(components, folder, step=_STEP.value, begun=_BEGUN)
   return number if number in (0, signals.SUSPECT) else 128 + number
 
 
@@ -185,7 +185,7 @@ def main(argv):
     frames = traceback.extract_tb(error.__traceback__)
     at = [f for f in frames if not f.filename.startswith("<frozen")][-1]
     said = (
-      f"{at.filename}:{at.lineno} ended the program by exit({error.code!r});"
+      f"{at.filename}:{at.lineno} called exit({error.code!r});"
       " raise an error instead, and rerun with the same --workdir to continue"
     )
     _fail(said, code=1)

@@ -194,12 +194,12 @@ class TestEvaluate:
     with pytest.raises(ValueError, match="search='breadth', expected one of"):
       next(policy_evaluation.evaluations(policy, config, search="breadth"))
     config.environment.name, config.sampler.stop = "calculator", ("=",)
-    with pytest.raises(InputError, match="search does not copy conversations"):
+    with pytest.raises(InputError, match="search does not support env"):
       next(policy_evaluation.evaluations(policy, config, search="beam"))
 
   def test_refusals(self, trained):
     policy, _ = trained
-    with pytest.raises(InputError, match="there is no critic; give a run with"):
+    with pytest.raises(InputError, match="has no critic; give a run with"):
       changes = {"estimator.name": "group"}
       config = policy_evaluation.make_config(policy, "", changes)
       list(policy_evaluation.evaluations(policy, config, critic=True))
@@ -214,7 +214,7 @@ class TestEvaluate:
 def test_a_part_of_a_run_is_no_model(trained):
   policy, folder = trained
   for part in ("checkpoints", f"checkpoints/{policy.step}"):
-    with pytest.raises(InputError, match="is part of the run .*; give that"):
+    with pytest.raises(InputError, match="is part of the run .*; give the"):
       jaxrl_llm.load(folder / part)
 
 
@@ -234,7 +234,7 @@ class TestSave:
     out, other = tmp_path / "out", jaxrl_llm.load()
     policy.save(out, dtype="bfloat16")
     policy.save(out)
-    with pytest.raises(InputError, match="has another model, whose weights"):
+    with pytest.raises(InputError, match="contains another model, whose"):
       other.save(out)
     _equal(jaxrl_llm.load(out).params, policy.params)
 
@@ -242,7 +242,7 @@ class TestSave:
   def test_leaves_runs_and_the_base_model_alone(self, trained, settings, save):
     policy, folder = trained
     for taken in (settings["model.path"], folder / "base_model", folder):
-      with pytest.raises(InputError, match="the policy comes from"):
+      with pytest.raises(InputError, match="policy was loaded from"):
         getattr(policy, save)(taken)
 
 
@@ -251,6 +251,6 @@ def test_load_refuses_what_is_not_there(trained, tmp_path):
     jaxrl_llm.load(tmp_path / "nothing")
   with pytest.raises(InputError, match="no step 7"):
     jaxrl_llm.load(trained[1], step=7)
-  with pytest.raises(InputError, match="no step best, for this is not the"):
+  with pytest.raises(InputError, match="not the --workdir of a run"):
     jaxrl_llm.load(step="best")
   assert jaxrl_llm.load().directory == str(base_models.BASE)

@@ -51,7 +51,7 @@ class TestWorkdir:
     "text, message",
     [
       ("{", "config.json: not JSON"),
-      ("[]", "config.json: holds a list"),
+      ("[]", "config.json: not a JSON object"),
       ('{"runs": {"seed": 1}}', "json: config.runs.seed: no such key"),
       ('{"run": {"sed": 1}}', "json: config.run.sed: no such key"),
       ('{"run": {"seed": "one"}}', "json: config.run.seed='one'"),
@@ -157,7 +157,7 @@ class TestConvert:
       shutil.rmtree(item)
     flags = f"--checkpoint={folder}", f"--out={tmp_path / 'out'}", "--critic"
     refused = programs.refused(convert.main, *flags)
-    assert "there is no critic; give a run with one" in refused
+    assert "has no critic; give a run with one" in refused
 
   def test_bad_input_is_one_line(self, run):
     model, directory = run
@@ -208,7 +208,7 @@ class TestEvaluate:
     problems.write_text('{"question": "1+1?", "answer": "2"}\n')
     flags = f"--checkpoint={run[1]}", f"--dataset={problems}"
     for out, message in (
-      (tmp_path, f"would replace {problems}, which is evaluated on"),
+      (tmp_path, f"would overwrite {problems}, the evaluation data"),
       (problems, "cannot be written (File exists); choose another"),
     ):
       refused = programs.refused("evaluate", *flags, f"--out={out}")

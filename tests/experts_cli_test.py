@@ -1,4 +1,4 @@
-"""A tiny policy with experts learns the embedded task in scripts/train.py."""
+"""A tiny policy with experts learns the built-in task in scripts/train.py."""
 
 import jax
 import numpy as np

@@ -121,7 +121,7 @@ class TestData:
     config = make_config(model, eval__problems=0, **changes)
     run = build.make_run(config)
     dry_run._check_rewards(run)
-    assert "rewards: 10 of 10 golds accepted" in capsys.readouterr().out
+    assert "10 of 10 reference answers accepted" in capsys.readouterr().out
 
   def test_correct_answers_are_unknown_for_trl(self, model, tmp_path, capsys):
     rows = [{"prompt": q, "answer": a, "level": 6} for q, a in QUESTIONS]
@@ -133,7 +133,7 @@ class TestData:
     }
     changes |= self.files(tmp_path, rows)
     dry_run._check_rewards(build.make_run(make_config(model, **changes)))
-    said = "1 of 1 answers got a verdict; correct ones are unknown for 'trl'"
+    said = "1 of 1 answers got a verdict (correct responses to 'trl' are"
     assert said in capsys.readouterr().out
 
   def test_the_same_file_is_called_training_data(self, model, tmp_path):
@@ -142,11 +142,11 @@ class TestData:
     for more in ({"eval__path": changes["data__path"]}, {"data__holdout": 0.0}):
       run = build.make_run(make_config(model, **changes | more))
       assert run.evaluators[0].name == "own_training_data"
-      assert "which is also trained on" in run.evaluators[0].origin
+      assert "which is also the training data" in run.evaluators[0].origin
 
   def test_answers_that_the_verifier_needs(self, model, tmp_path):
     changes = self.files(tmp_path, [{"prompt": q} for q, _ in QUESTIONS])
-    with pytest.raises(InputError, match="own-.* has no answer, which conf"):
+    with pytest.raises(InputError, match="own-.* has no answer, but conf"):
       build.make_run(make_config(model, **changes))
 
 

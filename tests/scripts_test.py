@@ -114,9 +114,9 @@ class TestResume:
     flags = ["--config=configs/vapo.py", "--step=9", f"--plugin={own}"]
     output = finish(start(folder, *flags, "--config.checkpoint.every=5"))
     assert f"config.run.plugins: [] -> ['{own}']\n" in output
-    assert "config.data.group_size stays 4, though --config has 8\n" in output
-    assert "plugins stays" not in output and "run.method" not in output
-    assert "checkpoint.every stays" not in output
+    assert "config.data.group_size keeps its value 4; --config has 8" in output
+    assert "plugins keeps" not in output and "run.method" not in output
+    assert "checkpoint.every keeps" not in output
     assert "resumed from step 9\n" in output
     assert "config.checkpoint.every: 1 -> 5\n" in output
     assert "checkpoints 10 and earlier rows are set aside in" in output
@@ -128,9 +128,7 @@ class TestResume:
     line = fail(start(folder, "--nodry_run"), 2)  # Only --workdir.
     assert f"{own}: no such file" in line
     output = finish(start(folder, f"--plugin={moved}"))
-    assert (
-      "already at its last step 10; raise run.steps to continue\n" in output
-    )
+    assert "run is at its last step 10; raise run.steps to" in output
     assert "own parts\n" in output
     line = fail(start(folder, "--config=configs/grpo.py"), 2)
     assert "has a run of vapo; leave --config out or give another" in line
@@ -160,7 +158,7 @@ register.source("leaving", leaving)
 @pytest.mark.parametrize(
   ("error", "code", "said"),
   [
-    ("SystemExit(0)", 1, "leaving.py:5 ended the program by exit(0); raise an"),
+    ("SystemExit(0)", 1, "leaving.py:5 called exit(0); raise an"),
     ("KeyboardInterrupt", 130, "stopped before training began; there is not"),
   ],
 )
@@ -179,7 +177,7 @@ def test_rows_without_a_checkpoint_are_not_overwritten(tmp_path):
   (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
   before = tiny_run.snapshot(tmp_path)
   line = programs.refused("train", f"--workdir={tmp_path}")
-  assert "but no checkpoint; mount the disk of" in line and "--config" in line
+  assert "without checkpoints; mount the disk of" in line and "--config" in line
   assert tiny_run.snapshot(tmp_path) == before
 
 

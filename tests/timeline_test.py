@@ -27,8 +27,8 @@ def test_shows_who_works_at_the_same_time(tmp_path, monkeypatch):
   pytest.importorskip("matplotlib")
   make_config = timeline.make_config
 
-  def make_small(way):
-    config = make_config(way)
+  def make_small(name):
+    config = make_config(name)
     config.data.prompts_per_step = 16
     config.optimizer.policy.mini_batch = config_lib.batch_size(config)
     return config
@@ -38,17 +38,17 @@ def test_shows_who_works_at_the_same_time(tmp_path, monkeypatch):
   assert study.main(["timeline", *flags]) == 0
   assert (tmp_path / "timeline.png").stat().st_size > 10_000
   rows = list(csv.DictReader((tmp_path / "timeline.csv").open()))
-  shared = {}
-  for way in {row["way"] for row in rows}:
+  shared, phases = {}, ("generate", "update_policy")
+  for name in {row["schedule"] for row in rows}:
     sides = {"sampler": [], "learner": []}
     for row in rows:
-      if row["way"] == way and row["phase"] in ("generate", "update_policy"):
+      if row["schedule"] == name and row["phase"] in phases:
         span = float(row["begin_s"]), float(row["end_s"])
         sides[row["side"]].append(span)
-    shared[way] = sum(
+    shared[name] = sum(
       max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
       for a in sides["sampler"]
       for b in sides["learner"]
     )
-  assert shared["by turns"] == 0.0
+  assert shared["sequential"] == 0.0
   assert shared["streaming"] > 0.0 and shared["lag 1"] > 0.0

@@ -304,7 +304,7 @@ class TestHeld:
 
   def test_the_folder_of_a_model(self, model):
     before = tiny_run.snapshot(model)
-    with pytest.raises(InputError, match="has the weights of a model"):
+    with pytest.raises(InputError, match="contains a model, whose"):
       with Workdir(model).held():
         pass
     assert tiny_run.snapshot(model) == before

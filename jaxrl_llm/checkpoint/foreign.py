@@ -76,8 +76,8 @@ def read(
     reader = _read_tunix
   elif not (folder / "config.json").exists():
     raise InputError(
-      f"{folder}: has no training state; give a folder of one of the forms in"
-      " docs/foreign.md, which for tunix is that of a step"
+      f"{folder}: has no training state; give a folder in one of the forms of"
+      " docs/foreign.md (for tunix, the folder of a step)"
     )
   # Torch, pickle and Orbax raise errors of many kinds.
   what = f"{folder}: cannot be read as a training state"
@@ -92,7 +92,7 @@ def read(
       for kind, arrays in (("", weights), *state.items())
     ]
     if len(steps) != 1:
-      raise InputError(f"{folder}: has update counts {sorted(steps)}, not one")
+      raise InputError(f"{folder}: has several update counts, {sorted(steps)}")
     return ModelState(*trees, *steps)
 
 
@@ -175,7 +175,7 @@ def _read_dcp(folder, config, outputs) -> Arrays:
 
 def _read_trl(folder, config, outputs) -> Arrays:
   if hf.read_config(folder) != config:
-    raise InputError(f"{folder}: has a model of another configuration")
+    raise InputError(f"{folder}: its model has another configuration")
   if not (folder / _OPTIMIZER).is_file():
     raise InputError(
       f"{folder}: has no {_OPTIMIZER}; weights alone can start a run"

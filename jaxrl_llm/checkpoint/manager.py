@@ -95,7 +95,7 @@ class Checkpointer:
     size = commit.num_bytes(trees)
     free = processes.of_first(lambda: shutil.disk_usage(self.directory).free)
     if free < size:
-      raise OSError(f"it needs {size:,} bytes, and {free:,} are free")
+      raise OSError(f"it needs {size:,} bytes, but only {free:,} are free")
     # Both are started before the arrays can be donated.
     checksums = digest.start_checksums(*digest.named_leaves(trees))
     members = trees_lib.members_of(trees)
@@ -196,7 +196,7 @@ class Checkpointer:
     self._errors.append(
       f"{self.directory / str(step)}: cannot write a checkpoint"
       f" ({trees_lib.reason(error)}); free disk space. The last checkpoint"
-      " is kept, and the next save is tried when it is due"
+      " is kept, and the run will save again when the next checkpoint is due"
     )
     if processes.is_first():
       self._prepare()

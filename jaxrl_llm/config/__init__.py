@@ -58,7 +58,7 @@ def scaled(
   """Returns the defaults with a preset applied, for a method file to override.
 
   Args:
-    preset: '' (the embedded task on a CPU) or a name of `presets.SCALES`.
+    preset: '' (the built-in task on a CPU) or a name of `presets.SCALES`.
     groups: whether each prompt gets the preset's number of responses instead of
       one; a step has the same number of responses.
 

@@ -1,6 +1,6 @@
 """Settings of models, data and rollouts, with their defaults.
 
-The defaults are plain PPO on the embedded task; `training_keys` has the rest.
+The defaults are plain PPO on the built-in task; `training_keys` has the rest.
 """
 
 from jaxrl_llm.config.schema import (
@@ -31,8 +31,8 @@ class Model(Group, path="model"):
   """The policy's model and its numerics."""
 
   path = Key("", None, "Hugging Face directory of the policy. '' is the base"
-    " model that the package ships for data.source. A run may resume with"
-    " another copy of its model, whose weights are not compared.", FIXED)
+    " model that the package ships for data.source. A run may resume with a"
+    " copy of its model; the weights of the copy are not checked.", FIXED)
   dtype = Key("float32", DTYPES,
     "Data type of activations and matrix products.", FIXED)
   sampler_dtype = Key("", DTYPE_OR_NONE,
@@ -91,7 +91,7 @@ class Value(Group, path="value"):
     " they share one base. 0 trains the weights.", FIXED)
   reads_logprobs = Key(False, None,
     "Gives the critic the log-prob of each sampled token as an input, which"
-    " helps it to tell mistakes from choices. The papers' critics lack it.",
+    " helps it to recognise slips. The papers' critics do not read log-probs.",
     FIXED)
   head = Key("scalar", Names("models.heads:VALUE_HEADS"),
     "Head and loss of the critic: 'scalar' regresses a number, 'categorical'"
@@ -131,7 +131,7 @@ class Data(Group, path="data"):
   """Prompts and their source."""
 
   source = Key("chain_sum", Names("data.sources:SOURCES"),
-    "Source of the examples: an embedded task, files ('jsonl', 'parquet') or"
+    "Source of the examples: a built-in task, files ('jsonl', 'parquet') or"
     " TensorFlow Datasets ('tfds').", FIXED)
   path = Key("", None, "Files of 'jsonl' or 'parquet', separated by commas or"
     " as a pattern such as data/*.jsonl; gsm8k is the training set in the"
@@ -146,9 +146,9 @@ class Data(Group, path="data"):
   settings = Key({}, None,
     "Keyword arguments of the source, such as max_ops or digits.", FIXED)
   pool = Key(0, COUNT,
-    "Trains only on this many examples, the first of the data; the examples of"
-    " an embedded task then do not depend on run.seed. 0 uses all examples, or"
-    " 1,024 of an endless task if the method keeps a record of each.", FIXED)
+    "Trains only on the first N examples of the data; those of a built-in task"
+    " then do not depend on run.seed. 0 uses all examples, or 1,024 of an"
+    " endless task if the method keeps a record of each example.", FIXED)
   holdout = Key(0.05, BELOW_1,
     "Fraction of the questions held out for evaluation, at least 1 and at most"
     " 1,000 questions. Applies to sources without splits if eval.path is not"
@@ -294,7 +294,7 @@ class Sampler(Group, path="sampler"):
     " takes about as long as sampling.")
   parity_check_every = Key(50, COUNT, "Steps between checks that sampler and"
     " trainer have equal weights and log-probs; a difference stops the run. The"
-    " check also runs at every start. 0 compares only the weights, at a start.")
+    " check also runs at startup. 0 compares only the weights, at startup.")
 
 
 class SamplerMesh(Group, path="sampler.mesh"):
@@ -335,9 +335,9 @@ class Schedule(Group, path="schedule"):
   max_staleness = Key(4, SOME, "Maximum number of updates between the oldest"
     " and the newest token of a batch, with 'first_groups'. Groups that would"
     " exceed it are finished before new ones start.", KEPT)
-  lag = Key(0, Range(0, 16), "Updates between the weights that generate a batch"
-    " and those that it trains. Above 0, sampler and learner run concurrently,"
-    " best on separate meshes; 0 is on-policy.", FIXED)
+  lag = Key(0, Range(0, 16), "Updates between sampling a batch and training on"
+    " it. Above 0, sampler and learner run concurrently, best on separate"
+    " meshes; 0 is on-policy.", FIXED)
   overlap = Key(True, None, "Runs sampler and learner concurrently if"
     " schedule.lag > 0. False alternates them, with the same results.")
   replay = Key(0.0, BELOW_1,

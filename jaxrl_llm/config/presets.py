@@ -17,8 +17,8 @@ class Scale(NamedTuple):
   pretrain_steps: int  # For methods that pretrain the critic.
 
 
-def embedded(config: Any) -> None:
-  """Trains on the embedded task `chain_sum` with its base model, on a CPU."""
+def built_in(config: Any) -> None:
+  """Trains on the built-in task `chain_sum` with its base model, on a CPU."""
   config.estimator.alpha = 2.0  # lambda is 0.98 at 25 tokens.
   # Typical gradient norms are 0.3; rare norms of 3 would dominate training.
   config.optimizer.policy.max_grad_norm = 0.3
@@ -228,9 +228,9 @@ def _learning_rates(config: Any, policy: float) -> None:
   config.optimizer.value.learning_rate = 2 * policy
 
 
-# Name -> preset; '' is the embedded task.
+# Name -> preset; '' is the built-in task.
 SCALES: Mapping[str, Scale] = {
-  "": Scale(embedded, group_size=8, pretrain_steps=12),
+  "": Scale(built_in, group_size=8, pretrain_steps=12),
   "long_tail": Scale(long_tail, group_size=8, pretrain_steps=12),
   "smollm2": Scale(smollm2, group_size=8, pretrain_steps=4),
   "gsm8k": Scale(gsm8k, group_size=8, pretrain_steps=20),

@@ -54,7 +54,7 @@ class Estimator(Group, path="estimator"):
   epsilon = Key(1e-6, NUMBER, "Added to the divisor of estimator.scale.")
   gradient_norms = Key("length", Choice(("length", "exact")), "Squared gradient"
     " norm of a response for 'optimal_baseline': its number of generated tokens"
-    " ('length'), or 'exact', which costs a backward pass each.")
+    " ('length'), or 'exact', by one backward pass per response.")
   agree_share = Key(0.0, BELOW_1, "Fraction of a batch's tokens to leave out of"
     " the policy loss: those where the critics of value.ensemble agree most"
     " (AsyPPO).")
@@ -163,8 +163,7 @@ class Optimizer(Group, path="optimizer.policy"):
   learning_rate = Key(2e-4, NUMBER, "Peak learning rate.")
   # Defined after mini_batch and updates_per_step: presets compute with them.
   warmup_steps = Key(10, COUNT, "Number of updates of linear learning-rate"
-    " warm-up. Presets that train all weights of a Qwen model use the updates"
-    " of 20 steps.")
+    " warm-up. Presets for full training of Qwen models warm up for 20 steps.")
   learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"),
     "Learning rate after the warm-up; the minimum is reached at run.steps.")
   min_learning_rate_ratio = Key(0.0, SHARE,
@@ -203,7 +202,8 @@ class Eval(Group, path="eval"):
   """Evaluation on held-out problems."""
 
   every = Key(20, SOME,
-    "Steps between evaluations; also before the first and after the last step.")
+    "Steps between evaluations. The first evaluation is before the first step,"
+    " the last one after the last step.")
   samples = Key(4, SOME,
     "Sampled responses per problem, the k of avg@k and pass@k.")
   pass_k = Key((), SOME,
@@ -232,7 +232,7 @@ class Eval(Group, path="eval"):
 class Checkpoint(Group, path="checkpoint"):
   """Checkpoints of a run."""
 
-  every = Key(20, SOME, "Steps between checkpoints; also after the last step.")
+  every = Key(20, SOME, "Steps between checkpoints; also saves the last step.")
   keep = Key(2, Range(2), "Number of newest checkpoints to keep, at least 2 so"
     " that a run survives a damaged checkpoint.")
   keep_every = Key(0, COUNT,
@@ -247,12 +247,11 @@ class Run(Group, path="run"):
   seed = Key(0, Range(0, 2**31 - 1), "Seed of all random numbers.", FIXED)
   steps = Key(100, COUNT,
     "Number of steps; each updates the policy once per mini-batch. 0 only saves"
-    " the states before the first step.")
+    " a checkpoint of step 0.")
   samples_every = Key(20, COUNT,
-    "Steps between those whose responses are logged in samples.jsonl; 0 logs"
-    " none.")
+    "Logs responses to samples.jsonl every this many steps; 0 logs none.")
   samples = Key(4, COUNT,
-    "Responses logged at such a step, drawn at random; 0 logs all.")
+    "Number of responses to log in such a step, drawn at random; 0 logs all.")
   method = Key("", None, "METHOD[:PRESET]; set by train.py --config.")
   plugins = Key((), None,
     "Python files that register custom parts; set by train.py --plugin.")
@@ -263,7 +262,7 @@ class Run(Group, path="run"):
     " non-finite updates, or batches without a single verdict.")
   replay_every = Key(0, COUNT,
     "Steps between updates that are computed twice; a difference in any bit"
-    " stops the run, as it shows faulty hardware. 0 disables it.")
+    " indicates faulty hardware and stops the run. 0 disables it.")
   stuck_after_s = Key(3600.0, Range(0.0), "Ends the run if a phase takes longer"
     " than this many seconds, and prints the stacks of all threads; 0 disables"
     " it.")
@@ -271,7 +270,7 @@ class Run(Group, path="run"):
     " process in a multi-process run. Reports a process that is slow, silent or"
     " uses far more memory than the others for four samples; 0 disables it.")
   on_suspect = Key("warn", Choice(("warn", "stop")), "Reaction to a suspect"
-    " process: 'warn' writes a line, 'stop' also saves after the step"
-    " and exits with code 75.")
+    " process: 'warn' logs a line, 'stop' also saves after the step and exits"
+    " with code 75.")
 
 # fmt: on

@@ -40,8 +40,8 @@ def check_pool(source: PromptSource) -> None:
   """Raises an InputError if the data are endless or too large for a pool."""
   if len(source) > LARGEST:
     raise InputError(
-      f"a record is kept per prompt, for at most {LARGEST:,}"
-      " prompts; set config.data.pool to their number"
+      f"this method keeps a record of each prompt, for at most {LARGEST:,}"
+      " prompts; set config.data.pool to the number of prompts to train on"
     )
 
 

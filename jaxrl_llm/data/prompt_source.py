@@ -311,7 +311,7 @@ class PromptSource:
     for example in (self._source[int(i)] for i in example_ids):
       with as_input_error(
         f"{example.id}: column {name!r}",
-        "a part of the method reads a number from it",
+        "a part of the method needs a number in it",
         *(KeyError, TypeError, ValueError),
       ):
         out.append(float(example.columns[name]))

@@ -198,7 +198,7 @@ def parse_object(
   with as_input_error(f"{where}: not JSON", advice, ValueError, RecursionError):
     value = json.loads(text, parse_constant=_refuse)
   if not isinstance(value, dict):
-    raise InputError(f"{where}: holds a {type(value).__name__}; {advice}")
+    raise InputError(f"{where}: not a JSON object; {advice}")
   return value
 
 
@@ -314,7 +314,7 @@ def _text(value: Any, row: Row, name: str) -> str | None:
   text = json.dumps(value, ensure_ascii=False) if is_json else str(value)
   if not text.strip():
     raise InputError(f"{what} is {text!r}; give a text that is not blank")
-  half = f"{what} holds half a surrogate pair"
+  half = f"{what} contains an unpaired surrogate"
   with as_input_error(half, "repair the escape", UnicodeEncodeError):
     text.encode("utf-8")
   return text

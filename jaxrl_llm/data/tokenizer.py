@@ -73,7 +73,7 @@ class Tokenizer:
     if not ids.issuperset(self.prefix):
       raise InputError(
         f"{directory}/tokenizer.json: it adds the tokens {self.prefix} to"
-        f" texts, but they are not in its vocabulary; {_AGAIN}"
+        f" every text, but its vocabulary does not contain them; {_AGAIN}"
       )
     self.stop_tokens, self.eos_id = eos, eos[0]
     self.bos_id = bos[0] if bos else None
@@ -130,8 +130,8 @@ class Tokenizer:
     for text, found in zip(texts, tokens):
       if len(found) != 1:
         raise InputError(
-          f"{name} has {text!r}, which is {len(found)} tokens of {self.path};"
-          " each text must be a single token"
+          f"{name} has {text!r}, which {self.path} encodes as {len(found)}"
+          " tokens; each text must be a single token"
         )
     return [token for (token,) in tokens]
 

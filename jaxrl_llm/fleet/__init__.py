@@ -1,8 +1,8 @@
-"""Finds broken hosts of a fleet in the metrics that every host reports.
+"""Finds faulty hosts of a fleet in the metrics that every host reports.
 
 Hosts of one role do the same work at the same time, so the metrics of healthy
 hosts change alike, whatever the job does. A host whose metrics differ for
-minutes is broken (Minder, Deng et al. 2024, arXiv 2411.01791). Arrays are
+minutes is faulty (Minder, Deng et al. 2024, arXiv 2411.01791). Arrays are
 [H, S, K]: hosts, seconds, metrics. `fleet.denoiser` needs JAX and must be
 imported explicitly.
 """

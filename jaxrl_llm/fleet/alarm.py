@@ -8,7 +8,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.fleet import scores as scores_lib
 
-# Metrics that best reveal a broken host, best first (Minder, section 4.3).
+# Metrics that best reveal a faulty host, best first (Minder, section 4.3).
 PRIORITY = (
   "pfc_tx_rate",
   "cpu_usage",
@@ -20,7 +20,7 @@ PRIORITY = (
 )
 
 KEEP = 0.75  # Fraction of the threshold above which a suspicion lasts.
-FEWEST = 3  # Minimum number of hosts; of two, either could be the broken one.
+FEWEST = 3  # Minimum number of hosts; of two, either could be the faulty one.
 
 
 class Alarm(NamedTuple):
@@ -75,7 +75,7 @@ def detect(
   threshold: float = scores_lib.THRESHOLD,
   hold_s: float = 240.0,
 ) -> list[Alarm]:
-  """Finds the broken hosts of a fleet.
+  """Finds the faulty hosts of a fleet.
 
   Args:
     data: float [H, S, K], one sample per second, NaN where nothing arrived.
@@ -88,7 +88,7 @@ def detect(
     hold_s: see `watch`.
 
   Returns:
-    The first alarm of each broken host, sorted by time; none for a role with
+    The first alarm of each faulty host, sorted by time; none for a role with
     fewer than three hosts. `metric` is a name if metrics have names.
 
   Raises:

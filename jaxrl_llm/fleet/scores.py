@@ -1,4 +1,4 @@
-"""Scores hosts by deviations from the fleet's median and their own norm."""
+"""Scores hosts by deviations from the fleet's median and their own baseline."""
 
 import numpy as np
 
@@ -49,7 +49,7 @@ def _filled(x: np.ndarray) -> np.ndarray:
 
 
 def median_scores(x: np.ndarray) -> np.ndarray:
-  """Scores how far a host deviates from the fleet and from its own norm.
+  """Scores how far a host deviates from the fleet and from its own baseline.
 
   With r_h(t) the residual of a host and m_h(t) its mean over the last minute,
 
@@ -59,7 +59,7 @@ def median_scores(x: np.ndarray) -> np.ndarray:
   the first three minutes: a burst there displaces the norm, and a host that
   returns to its level before the burst is healthy. The scale σ is the noise of
   single seconds over all hosts (1.4826 times the median of |r|), so that a few
-  hosts that happen to agree do not make another one look broken. σ(t) is how
+  hosts that happen to agree do not make another one look faulty. σ(t) is how
   far the hosts have drifted apart by time t (1.4826 times the median of |m|
   over hosts). A host also gets a score if it becomes still or restless
   (`_activity`) or stops sending.

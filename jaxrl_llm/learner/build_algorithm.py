@@ -310,4 +310,4 @@ def add_token_input(name: str, fn: Callable[..., jax.Array]) -> None:
 def _check_free(name: str, parts: Iterable[str]) -> None:
   """Raises ValueError if an input of this name exists."""
   if name in {*parts, *OF_THE_UPDATE} or providers.gives(name):
-    raise ValueError(f"an input {name!r} already exists; choose another name")
+    raise ValueError(f"an input {name!r} already exists; use another name")

@@ -262,9 +262,8 @@ def _check_frozen(params: Any, frozen: tuple[str, ...]) -> None:
   for part in frozen:
     base, trained = partition(params, (part,))
     if not (base and trained):
-      whose = "every" if base else "no"
+      which = "every parameter" if base else "no parameter"
       raise InputError(
-        f"config.optimizer: frozen={part!r} is contained in {whose} parameter's"
-        f" path; choose from {', '.join(sorted(params))}, or parts of paths"
-        " such as 'layers/mlp'"
+        f"config.optimizer: frozen={part!r} matches {which}; choose from"
+        f" {', '.join(sorted(params))}, or parts of paths such as 'layers/mlp'"
       )

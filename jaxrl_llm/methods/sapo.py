@@ -70,8 +70,8 @@ class Swarm:
     asked = [(prompt, x) for prompt, x in asked if prompt is not None]
     if lines and not asked and store is None:
       raise InputError(
-        f"{lines[0][0]}: no response from there ended and has a question of the"
-        " training data; generate from these"
+        f"{lines[0][0]}: the file has no complete response to a question of"
+        " the training data; generate responses to these questions"
       )
     ids = itertools.count(max([_FIRST_SAMPLE, *taken.get("sample_id", ())]) + 1)
     numbers = [[next(ids) for _ in group] for _, group in asked]
@@ -167,9 +167,9 @@ def _fill(
   fits = 0 < len(tokens) == len(logprobs) <= rollout.tokens.shape[1]
   if not fits or "turns" in record or decode(tokens) != record.get("text"):
     raise InputError(
-      f"{where}: give up to sampler.max_response_length tokens of the run's own"
-      " tokenizer with a log-prob each, and no turns; there are"
-      f" {len(tokens)} with {len(logprobs)} log-probs"
+      f"{where}: has {len(tokens)} tokens and {len(logprobs)} log-probs; a"
+      " response needs 1 to sampler.max_response_length tokens of this run's"
+      " tokenizer, a log-prob for each of them, and no turns"
     )
   new = np.s_[row, : len(tokens)]
   rollout.tokens[new], rollout.behavior_logprobs[new] = tokens, logprobs

@@ -4,7 +4,7 @@ An oracle finds the first wrong step, keeps the text before it and replaces it
 with a correct step; the policy continues from there in a new response. Differs
 from ADHint in that the policy itself wrote most of the prefix. The authors'
 oracle is a process reward model; here it is a function that is exact for the
-embedded tasks, so results on these are an upper bound. All responses to a
+built-in tasks, so results on these are an upper bound. All responses to a
 prompt, including repaired ones, share one baseline ('example').
 
 Reference: Ren et al. 2026 (SCOPE), arXiv:2602.24110.

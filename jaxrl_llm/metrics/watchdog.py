@@ -57,8 +57,8 @@ class Watchdog:
       process = f"{jax.process_index()} of {jax.process_count()}"
       print(
         f"\nstuck: {phase!r} has taken {taken:.0f} s on {socket.gethostname()}"
-        f" (process {process}), and config.run.stuck_after_s is {limit_s:g};"
-        " ending the run; resume from the last checkpoint with the same"
+        f" (process {process}), more than config.run.stuck_after_s={limit_s:g};"
+        " the run ends; resume from the last checkpoint with the same"
         " --workdir; stacks of all threads:",
         file=sys.stderr,
         flush=True,

@@ -157,7 +157,7 @@ def _init_surprise(embedding):
   """Returns the embedding of one nat, float32 [D], half as long as a token's.
 
   Its direction is random, but the same in every run. When initialised to zeros,
-  it was learned a dozen training steps later on the embedded task.
+  it was learned a dozen training steps later on the built-in task.
   """
   direction = jax.random.normal(jax.random.key(0), embedding.shape[1:])
   return 0.5 * jnp.std(embedding) * direction

@@ -91,7 +91,7 @@ class Verl(_OfFile):
     if not isinstance(result, Mapping):
       return Verdict(None, value=number(result, f"what {name} returned"))
     if "score" not in result:
-      raise TypeError(f"{name} returned {list(result)}; it must have 'score'")
+      raise TypeError(f"{name} returned {list(result)}, without a 'score'")
     result = dict(result)
     if "acc" in result:
       result["acc"] = scalar(result["acc"])  # NumPy bools are not bools.

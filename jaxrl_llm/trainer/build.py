@@ -1,4 +1,4 @@
-"""Builds the owners of a run from a config."""
+"""Builds the components of a run from a config."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ ROLLOUTS, EVALUATION, PRETRAINING = 1, 2, 3
 
 
 def make_run(config: Any) -> Run:
-  """Builds the owners of a run; loads no weights and compiles nothing.
+  """Builds the components of a run; loads no weights and compiles nothing.
 
   Raises:
     InputError: The config, the model's files or the data cannot be used.

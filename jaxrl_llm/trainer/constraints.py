@@ -54,7 +54,7 @@ _EXCLUDED = (
   ("schedule.replay", _WHOLE_BATCH,
     "only whole groups of a whole batch are replayed; use {key}={value!r}"),
   ("schedule.prune", _WHOLE_BATCH,
-    "responses of whole groups are compared; use {key}={value!r}"),
+    "pruning compares the responses of whole groups; use {key}={value!r}"),
   ("schedule.streaming",
     ("schedule.lag", "schedule.window", "schedule.stop",
      "schedule.dynamic_sampling"),
@@ -107,8 +107,8 @@ def orders(config: Any) -> Rules:
   if getattr(make, "again", PromptSource.again) is PromptSource.again:
     return []
   return _excluded(config, "data.order", _WHOLE_BATCH,
-    "this prompt source draws again for a judged batch, which must be complete;"
-    " use {key}={value!r}")
+    "this prompt source draws again once a complete batch has been judged; use"
+    " {key}={value!r}")
 
 
 def exclusions(config: Any) -> Rules:
@@ -241,8 +241,8 @@ def replay(config: Any) -> Rules:
       "a group with a stored response has no median; switch one of them off"),
     (schedule.replay_from and not schedule.share_in,
       "schedule.replay_from, schedule.share_in",
-      "the groups that a batch reads are recorded in schedule.share_in; name a"
-      " folder"),
+      "schedule.share_in records which shared groups a batch has used; set it"
+      " to a folder"),
     (schedule.share_in and not schedule.replay,
       "schedule.share_in, schedule.replay",
       "shared responses are in the replay store; set schedule.replay above 0"),

@@ -99,11 +99,11 @@ def _problems(config, one, trained, settings) -> Problems:
     kept = [i for i in read if _normal(source[i].question) not in trained]
     if not kept:
       raise InputError(
-        f"evaluation set {name}: all questions are trained on; choose another"
-        " eval.path, or eval.on_overlap='warn'"
+        f"evaluation set {name}: all questions are in the training data; choose"
+        " another eval.path, or eval.on_overlap='warn'"
       )
     if left_out := len(read) - len(kept):
-      origin = f"{left_out} questions of {name} are trained on and left out"
+      origin = f"{left_out} training questions are left out of {name}"
     source = sources.LazySource(source.__getitem__, kept)
   drawn = PromptSource(source, seed=None, **settings)
   most = config.eval.problems or EVAL_POSITIONS
@@ -166,7 +166,7 @@ def _examples(config: Any, seed: int) -> tuple[sources.Source, list[tuple]]:
   sets = _own_sets(config)
   if not sets and "split" not in sources.reads(data.source):
     if evaluation.path or not data.holdout:
-      origin = f"evaluation uses {label}, which is also trained on"
+      origin = f"evaluation uses {label}, which is also the training data"
       return train, [(f"{label}_training_data", train, origin)]
     kept, held_out = sources.hold_out(train, data.holdout, label)
     origin = (
@@ -205,9 +205,9 @@ def _check_answers(reward: str, prompts: list[Prompt]) -> None:
   bare = [prompt.id for prompt in prompts if not prompt.answer]
   if bare and rewards.gold_response(reward, ""):
     raise InputError(
-      f"{bare[0]} has no answer, which config.reward.name={reward!r} compares"
-      " with; set its column with data.columns={'answer': NAME}, or choose"
-      " another reward"
+      f"{bare[0]} has no answer, but config.reward.name={reward!r} needs one;"
+      " set its column with data.columns={'answer': NAME}, or choose another"
+      " reward"
     )
 
 

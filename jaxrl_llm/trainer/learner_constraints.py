@@ -140,8 +140,8 @@ def critics(config: Any) -> Rules:
   return [
     (falls and longer,
       "optimizer.value.learning_rate_schedule, value.pretrain_steps, run.steps",
-      "the learning rate of pretraining would be the last one after run.steps"
-      " batches; use 'constant', or raise run.steps"),
+      "value pretraining would reach the end of the learning-rate schedule"
+      " after run.steps batches; use 'constant', or raise run.steps"),
     (config.loss.clip_value and value.head == "categorical",
       "value.head, loss.clip_value",
       "a distribution over bins cannot be clipped; use clip_value=None or"

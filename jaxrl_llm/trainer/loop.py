@@ -16,10 +16,10 @@ is
   8. sync                    new weights to the sampler
   9. log, evaluate, save
 
-Three owners do the work: a prompt source (1), a rollout worker (2 and 3) and a
-learner (4 to 7). The loop passes records between them; the state of each is an
-immutable value. With `schedule.lag` the worker is some batches ahead of the
-learner, and both run concurrently.
+Three components do the work: a prompt source (1), a rollout worker (2 and 3)
+and a learner (4 to 7). The loop passes records between them; the state of each
+is an immutable value. With `schedule.lag` the worker is some batches ahead of
+the learner, and both run concurrently.
 
 Other methods make other choices for the same steps. In the worker, T-PPO
 samples a window of every response, DAPO samples until enough groups are mixed,
@@ -60,7 +60,7 @@ def train(
   """Trains or resumes until the last step or a signal.
 
   Args:
-    run: the owners.
+    run: the components.
     workdir: directory of the run, created if necessary. A checkpoint in it is
       resumed, and changes of the config are recorded in config_changes.jsonl.
     step: checkpoint to resume; None is the newest. Later ones are set aside.
@@ -96,7 +96,8 @@ def train(
     with contextlib.closing(saver), processes.ended_together():
       if found and found[-1] >= config.run.steps:
         print(
-          f"already at its last step {found[-1]}; raise run.steps to continue"
+          f"the run is at its last step {found[-1]}; raise run.steps to"
+          " continue"
         )
         return 0
       return _resume_or_start(
@@ -261,9 +262,9 @@ def _train_on(
     raise TrainingStopped(f"{errors[-1]}; resume with the same --workdir")
   if unjudged >= config.run.max_skipped:
     raise TrainingStopped(
-      f"the reward failed on all responses of {unjudged} batches in a row, the"
-      f" last one at step {states.step}, which is saved: {run.judge.failure};"
-      " repair it and resume with the same --workdir"
+      f"the reward failed on all responses of {unjudged} batches in a row, up"
+      f" to step {states.step}, which was saved: {run.judge.failure}; fix the"
+      " reward and resume with the same --workdir"
     )
   return states
 
@@ -342,6 +343,6 @@ def evaluate(
   # Later, answers or verdicts may be missing only temporarily.
   if best and best not in row and states.step == 0:
     raise InputError(
-      f"config.checkpoint.best={best!r}: not in {', '.join(row)}"
+      f"config.checkpoint.best={best!r} must be one of {', '.join(row)}"
     )
   return row

@@ -136,7 +136,7 @@ def _critic_values(policy: Any, run: Run) -> Callable[[Rollout], np.ndarray]:
   """Returns a function that maps responses to values at their last tokens."""
   member = run.learner.critic
   if policy.step is None or member is None:
-    raise InputError(f"{policy.path}: there is no critic; give a run with one")
+    raise InputError(f"{policy.path}: has no critic; give a run with one")
   if run.config.value.answer_format:
     raise InputError(
       f"{policy.path}: its critic reads the answers (value.answer_format), but"
@@ -161,7 +161,7 @@ def _make_search(
   """Returns the search of an evaluation; see `Evaluator.search`."""
   check_choice("search", name, choices.SEARCHES)
   if run.config.environment.name:
-    raise InputError("search does not copy conversations; leave it out")
+    raise InputError("search does not support environments; leave it out")
   low, high = run.config.reward.incorrect, run.config.reward.correct
 
   def chance(rollout: Rollout) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The owners of a run, and the checkpoints of its states."""
+"""The components of a run, and the checkpoints of its states."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ _BASE = "learner.{}.base"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """The owners of a run and the connections between them."""
+  """The components of a run and the connections between them."""
 
   config: Any
   source: PromptSource

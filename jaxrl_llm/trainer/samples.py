@@ -29,7 +29,7 @@ def samples_of_step(
   There are `run.samples` of the latter, ended ones first.
 
   Args:
-    run: the owners.
+    run: the components.
     batch: the batch of the step.
     collected: batches collected in the step. With a lag these are later
       batches, and the extracted answers and errors of `batch` are unknown.

@@ -66,8 +66,8 @@ class Workdir:
   def _locked(self) -> Iterator[None]:
     if hf.is_model(self.path) and not reading.is_workdir(self.path):
       raise InputError(
-        f"--workdir={self.path}: has the weights of a model, whose config.json"
-        " a run would replace; choose another directory"
+        f"--workdir={self.path}: contains a model, whose config.json the run"
+        " would overwrite; choose another directory"
       )
     with self._writing():
       self.path.mkdir(parents=True, exist_ok=True)

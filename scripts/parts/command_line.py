@@ -55,7 +55,7 @@ def answer_help(argv: list[str]) -> None:
   print(
     sys.modules["__main__"].__doc__,
     f"METHOD: {', '.join(config_lib.methods())}; or a file, FILE.py.",
-    f"PRESET: {scales}; or none, to train on the embedded task.\n",
+    f"PRESET: {scales}; or none, to train on the built-in task.\n",
     flags.FLAGS.main_module_help(),
     sep="\n",
   )

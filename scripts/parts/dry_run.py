@@ -48,8 +48,8 @@ def dry_run(run: Run) -> None:
     gib = (f"{x / _GIB:.3f}" if x else "" for x in (*held, known.get(name)))
     table.row(name, f"{seconds:.1f}", *gib)
   print(
-    "per device; as compiled and, for scoring and updates, as estimated in"
-    " bfloat16; nothing was trained",
+    "GiB are per device; the estimate is that of the cost model for temporary"
+    " memory in bfloat16; nothing was trained",
     flush=True,
   )
 
@@ -59,23 +59,17 @@ def _show_data(run: Run) -> None:
   count = min(len(source), run.config.data.prompts_per_step)
   prompts, _ = source.draw(source.init(), count)
   lengths = [len(p.tokens) for p in prompts]
-  problems = ", ".join(
-    f"{len(one.prompts)} evaluation problems ({one.name})"
-    for one in run.evaluators
-  )
-  print(
-    f"data: {len(source)} training examples, {problems};"
-    f" the first {count} prompts have {min(lengths)} to {max(lengths)} tokens"
-  )
+  print(f"first {count} prompts: {min(lengths)} to {max(lengths)} tokens")
   print(f"first prompt: {prompts[0].text!r}, answer {prompts[0].answer!r}")
   for line in filter(None, (one.origin for one in run.evaluators)):
     print(line)
 
 
 def _check_rewards(run: Run) -> None:
-  """Checks that the reward accepts gold answers, without which none can learn.
+  """Checks that the reward accepts the reference answers.
 
-  If no correct response is known for the reward, it only must not fail.
+  If no correct response is known for the reward, checks only that it returns
+  verdicts.
   """
   name = run.config.reward.name
   problems = [x for one in run.evaluators for x in one.prompts[:_CHECKED]]
@@ -89,19 +83,19 @@ def _check_rewards(run: Run) -> None:
       for problem, text in zip(problems, responses)
     ]
   )
-  count, said = len(verdicts), "golds accepted"
+  count, said = len(verdicts), "reference answers accepted"
   accepted = [v.correct for v in verdicts]
   if None in golds:
     accepted = [v.error is None for v in verdicts]
-    said = f"answers got a verdict; correct ones are unknown for {name!r}"
+    said = f"answers got a verdict (correct responses to {name!r} are unknown)"
   print(f"rewards: {sum(accepted)} of {count} {said}")
   if sum(accepted) < (count + 1) // 2:
     row = accepted.index(False)
     why = verdicts[row].error or f"such as {problems[row].answer!r}"
     raise InputError(
       f"config.reward.name={name!r} rejects {count - sum(accepted)} of {count}"
-      f" gold answers, {why} of {problems[row].id}; choose another reward or"
-      " clean the data"
+      f" reference answers, {why} of {problems[row].id}; choose another reward"
+      " or clean the data"
     )
 
 

@@ -237,14 +237,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   """Adds the flags of the command line."""
   add = parser.add_argument
   add("--workdir", required=True, help="folder of a run or of a model")
-  add("--config", metavar="METHOD[:PRESET]", help="problems for a model")
+  add("--config", metavar="METHOD[:PRESET]", help="data of a model")
   add("--set", **program.REPEATED, metavar="KEY=VALUE", help="a setting")
   add("--out", help="output folder; default: that of the run")
   add("--step", help="checkpoint of the policy; default: the initial policy")
-  add("--critics", help="comma-separated; default: the run's own")
+  add("--critics", help="names, such as A,B:20; default: the run's own")
   add("--positions", type=int, default=10, help="states per response")
-  add("--continuations", type=int, default=8, help="per state, at least 2")
-  add("--tokens", type=float, default=float("inf"), help="max. to generate")
+  add("--continuations", type=int, default=8, help="number per state")
+  add("--tokens", type=float, default=float("inf"), help="token budget")
 
 
 def make_config(options: argparse.Namespace) -> Any:

@@ -4,11 +4,11 @@
         --xla_cpu_multi_thread_eigen=false" \
         python scripts/study.py timeline [--steps=6] [--out=runs/timeline]
 
-Runs GRPO on the embedded base model with sampler and learner on separate
-devices, one core each: by turns, with `schedule.streaming` and with
-`schedule.lag`. Prints the seconds per step and writes OUT/timeline.csv (way,
-side, phase, begin and end in seconds), OUT/table.md and OUT/timeline.png. All
-exclude compilation: each way is warmed up first.
+Runs GRPO on the shipped base model with sampler and learner on separate
+devices, one core each: sequentially, with `schedule.streaming` and with
+`schedule.lag`. Prints the seconds per step and writes OUT/timeline.csv
+(schedule, side, phase, begin and end in seconds), OUT/table.md and
+OUT/timeline.png. All exclude compilation: each schedule is warmed up first.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.report.figure import figure, name_lines
 from jaxrl_llm.trainer import build, loop
 
-WAYS = {
-  "by turns": {},
+SCHEDULES = {
+  "sequential": {},
   "streaming": {"schedule.streaming": True},
   "lag 1": {"schedule.lag": 1},
 }
@@ -66,18 +66,18 @@ class Recorder(metrics.PhaseTimer):
     self.spans.append(Span(side, name, begin_s, time.perf_counter()))
 
 
-def make_config(way: str) -> Any:
+def make_config(name: str) -> Any:
   """Returns GRPO with one update per step, on a device per side."""
-  config = config_lib.method("grpo", **WAYS[way])
+  config = config_lib.method("grpo", **SCHEDULES[name])
   config.mesh.data = config.sampler.mesh.data = 1
   config.sampler.parity_check_every = config.run.samples_every = 0
   config.optimizer.policy.mini_batch = 0
   return config
 
 
-def measure(way: str, steps: int, warm_up: int) -> tuple[list[Span], float]:
+def measure(name: str, steps: int, warm_up: int) -> tuple[list[Span], float]:
   """Returns the spans of some steps after a warm-up, and seconds per step."""
-  run, recorder = build.make_run(make_config(way)), Recorder()
+  run, recorder = build.make_run(make_config(name)), Recorder()
   with contextlib.closing(run.judge):
     states, weights = loop.begin(run)
     for step in range(warm_up + steps):
@@ -98,16 +98,16 @@ def busy(spans: list[Span], side: str) -> float:
   return sum(span.end_s - span.begin_s for span in own)
 
 
-def draw(ways: dict[str, list[Span]], path: pathlib.Path) -> None:
-  """Plots one panel per way, one bar per side, one colour per phase."""
-  phases = dict.fromkeys(s.phase for spans in ways.values() for s in spans)
+def draw(spans_of: dict[str, list[Span]], path: pathlib.Path) -> None:
+  """Plots one panel per schedule, one bar per side, one colour per phase."""
+  phases = dict.fromkeys(s.phase for spans in spans_of.values() for s in spans)
   phases.pop(_WAITS, None)
   colors = {name: f"C{i}" for i, name in enumerate(phases)}
-  last_s = max(span.end_s for spans in ways.values() for span in spans)
+  last_s = max(span.end_s for spans in spans_of.values() for span in spans)
   title = "Timeline: measured on two CPU devices, one core each"
-  with figure(path, len(ways), 1, title=title) as (sheet, axes):
-    sheet.set_size_inches(8.5, 2 * len(ways) + 1)
-    for (way, spans), axis in zip(ways.items(), axes.reshape(-1)):
+  with figure(path, len(spans_of), 1, title=title) as (sheet, axes):
+    sheet.set_size_inches(8.5, 2 * len(spans_of) + 1)
+    for (name, spans), axis in zip(spans_of.items(), axes.reshape(-1)):
       sides = sorted({span.side for span in spans})
       for phase, color in colors.items():
         here = [span for span in spans if span.phase == phase]
@@ -120,7 +120,7 @@ def draw(ways: dict[str, list[Span]], path: pathlib.Path) -> None:
         )
       axis.set_axisbelow(True)
       axis.set_yticks(range(len(sides)), sides)
-      axis.set(title=way, xlim=(0, last_s))
+      axis.set(title=name, xlim=(0, last_s))
     axis.set_xlabel("seconds")
     name_lines(sheet, *axis.get_legend_handles_labels())
 
@@ -143,17 +143,17 @@ def run(options: argparse.Namespace) -> None:
     )
   out = pathlib.Path(options.out)
   out.mkdir(parents=True, exist_ok=True)
-  ways, table, turns_s = {}, [], None
-  for way in WAYS:
-    ways[way], step_s = measure(way, options.steps, options.warm_up)
-    turns_s, row = turns_s or step_s, {"measured": way}
-    row |= {"s/step": f"{step_s:.3g}", "x by turns": f"{turns_s / step_s:.2f}"}
+  spans_of, table, first_s = {}, [], None
+  for name in SCHEDULES:
+    spans_of[name], step_s = measure(name, options.steps, options.warm_up)
+    first_s, row = first_s or step_s, {"measured": name}
+    row |= {"s/step": f"{step_s:.3g}", "speedup": f"{first_s / step_s:.2f}"}
     for side in ("learner", "sampler", "rewards"):
-      share = busy(ways[way], side) / (step_s * options.steps)
+      share = busy(spans_of[name], side) / (step_s * options.steps)
       row[f"{side} busy"] = f"{share:.0%}"
     table.append(row)
     print(row, flush=True)
   (out / "table.md").write_text(report.markdown(table), encoding="utf-8")
-  rows = [(way, *span) for way, spans in ways.items() for span in spans]
-  write_csv(out / "timeline.csv", ("way", *Span._fields), rows)
-  draw(ways, out / "timeline.png")
+  rows = [(name, *span) for name, spans in spans_of.items() for span in spans]
+  write_csv(out / "timeline.csv", ("schedule", *Span._fields), rows)
+  draw(spans_of, out / "timeline.png")

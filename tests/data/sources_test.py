@@ -144,8 +144,8 @@ class TestFiles:
       (b"{nope", "not JSON"),
       (b"[" * 100_000, "not JSON"),
       (b'{"question": "1", "answer": NaN}', "NaN is not a JSON number"),
-      (b'"text"', "holds a str"),
-      (b"null", "holds a NoneType"),
+      (b'"text"', "not a JSON object"),
+      (b"null", "not a JSON object"),
       (b"\xff", "not UTF-8 .* byte 0xff in position 0"),
       ({"question": "1?"}, "no field 'answer'; it has 'question'; map them"),
       ({"answer": "1"}, "'prompt' or 'messages' or 'question'; it has 'ans"),
@@ -161,7 +161,7 @@ class TestFiles:
       (b'{"question": "\\ud800", "answer": "1"}', "surrogate"),
       (
         b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": "1"}',
-        "'prompt' holds half a surrogate pair",
+        "'prompt' contains an unpaired surrogate",
       ),
     ],
   )

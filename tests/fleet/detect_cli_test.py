@@ -146,7 +146,7 @@ def test_says_which_roles_are_too_small(tmp_path, capsys):
   code, out, _ = run(tmp_path, capsys)
   assert code == 0
   assert out.splitlines() == [
-    "none of the 5 hosts is broken",
+    "none of the 5 hosts is faulty",
     "not compared: 2 of role 'reward' (at least 3)",
   ]
 

@@ -1,4 +1,4 @@
-"""A plugin family of Llama with experts, and the embedded base in it.
+"""A plugin family of Llama with experts, and the shipped base in it.
 
 Reference: Komatsuzaki et al. 2022, Sparse Upcycling, arXiv 2212.05055.
 """

@@ -103,7 +103,7 @@ class TestProbe:
     made = make_algorithm(estimator__name="less_than_probed")
     assert made.members == {"poise": ("outcomes",)}
     assert {"poise_values", "rewards"} <= made.leaves
-    with pytest.raises(ValueError, match="already a member 'critic'"):
+    with pytest.raises(ValueError, match="member 'critic' already exists"):
       register.member("critic", None, reads=())
 
   def test_what_is_needed_and_not_there_is_refused(self):

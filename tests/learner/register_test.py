@@ -85,14 +85,14 @@ class TestRegister:
   @pytest.mark.parametrize(
     ("add", "names", "said"),
     [
-      (register.estimator, "gae", "'{}' exists; choose another name"),
-      (register.loss, "clip", "'{}' exists; choose another name"),
-      (register.optimizer, "adamw", "'{}' exists; choose another name"),
-      (register.auxiliary, "kl balance", "policy/{}_loss exists"),
+      (register.estimator, "gae", "'{}' already exists; use another name"),
+      (register.loss, "clip", "'{}' already exists; use another name"),
+      (register.optimizer, "adamw", "'{}' already exists; use another name"),
+      (register.auxiliary, "kl balance", "policy/{}_loss already exists"),
       (
         register.token_input,
         "values writer_logprobs part_a column_a policy_mask rewards weights",
-        "an input '{}' already exists; choose another name",
+        "an input '{}' already exists; use another name",
       ),
     ],
   )

@@ -100,7 +100,7 @@ def test_tokens_of_agreement_are_dropped_and_ties_kept():
         "value__pretrain_steps": 9,
         "run__steps": 8,
       },
-      "pretraining would be the last one after run.steps batches",
+      "the end of the learning-rate schedule after run.steps batches",
     ),
   ],
 )

@@ -52,7 +52,7 @@ def test_a_file_registers_what_the_table_says(file):
 def test_a_name_of_a_file_that_is_not_imported_yet_is_taken(monkeypatch):
   monkeypatch.setitem(choices.POLICY_LOSSES, "cispo", "cispo")
   monkeypatch.delitem(sys.modules, "jaxrl_llm.methods.cispo", raising=False)
-  with pytest.raises(ValueError, match="'cispo' exists"):
+  with pytest.raises(ValueError, match="'cispo' already exists"):
     register.loss("cispo", losses.clipped_policy_loss)
   made = choices.POLICY_LOSSES["cispo"]({"clip_high": 0.2})
   assert made.reads == ("logprobs", "proximal_logprobs", "advantages")

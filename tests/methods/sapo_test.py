@@ -196,7 +196,7 @@ def test_responses_of_generate_py(model, tmp_path):
 @pytest.mark.parametrize(
   ("changes", "said"),
   [
-    ({"schedule__share_in": ""}, "name a folder"),
+    ({"schedule__share_in": ""}, "set it to a folder"),
     ({"schedule__replay": 0.0}, "set schedule.replay above 0"),
     (
       {"environment__name": "calculator", "sampler__stop": ("=",)},
@@ -224,12 +224,12 @@ def test_files_that_do_not_fit_are_refused(model, tmp_path):
   (line,) = lines_of(run, questions(run, 1), samples=1)
   for number, (change, said) in enumerate(
     (
-      ({"question": "1+1+1+1?"}, "no response from there"),
-      ({"logprobs": [-1.0]}, "with 1 log-probs"),
-      ({"logprobs": None}, "with 0 log-probs"),
-      ({"text": "12"}, "own tokenizer"),
+      ({"question": "1+1+1+1?"}, "no complete response"),
+      ({"logprobs": [-1.0]}, "and 1 log-probs"),
+      ({"logprobs": None}, "and 0 log-probs"),
+      ({"text": "12"}, "this run.s tokenizer"),
       ({"turns": []}, "no turns"),
-      ({"tokens": [3] * 99, "logprobs": [-1.0] * 99}, "there are 99"),
+      ({"tokens": [3] * 99, "logprobs": [-1.0] * 99}, "has 99 tokens"),
     )
   ):
     write(tmp_path / "given" / f"{number}.jsonl", [line | change])
@@ -273,7 +273,7 @@ def test_later_files_of_other_questions_are_passed_over(model, tmp_path):
   (tmp_path / "own" / f"{101:012d}.read").write_text(
     json.dumps([str(tmp_path / names[1])])
   )
-  with pytest.raises(InputError, match="no response from there"):
+  with pytest.raises(InputError, match="no complete response"):
     read(101, None)
 
 

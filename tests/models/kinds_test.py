@@ -71,7 +71,7 @@ ROWS = packed.rows(TOKENS)
 
 def test_names_are_known_and_taken_once():
   assert {"llama", "pair", "qwen2", "qwen3"} <= {*families.names()}
-  with pytest.raises(ValueError, match="already a family 'llama'"):
+  with pytest.raises(ValueError, match="family 'llama' already exists"):
     register.family("llama", FAMILY)
   config = models.ModelConfig.from_hf(CONFIG.to_hf())
   assert config == CONFIG

@@ -112,7 +112,7 @@ class TestVerl:
     assert (wrong.correct, wrong.value) == (False, -1.0)
     assert plain == rewards.Verdict(True, value=0.75, parts={"format": 0.25})
     assert low.correct and low.parts == {"acc": 1.0}
-    assert "it must have 'score'" in bad.error
+    assert "without a 'score'" in bad.error
     assert other == rewards.Verdict(True, value=1.0)
 
 

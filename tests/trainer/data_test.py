@@ -128,7 +128,7 @@ class TestOverlap:
   def test_is_left_out(self, model, tmp_path):
     first, second = self.run(model, tmp_path, "drop").evaluators
     assert [p.question for p in first.prompts] == sums(3)
-    assert first.origin == "2 questions of test are trained on and left out"
+    assert first.origin == "2 training questions are left out of test"
     assert [p.question for p in second.prompts] == sums(4)
     assert second.origin == ""
 

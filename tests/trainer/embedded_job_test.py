@@ -1,4 +1,4 @@
-"""The embedded job: RL alone changes the greedy behaviour of its base."""
+"""The built-in job: RL alone changes the greedy behaviour of its base."""
 
 import itertools
 import json

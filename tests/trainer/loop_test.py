@@ -148,7 +148,7 @@ class TestRun:
     for steps in (6, 4):
       loop.train(with_config(run, run__steps=steps), whole)
       assert capsys.readouterr().out == (
-        "already at its last step 6; raise run.steps to continue\n"
+        "the run is at its last step 6; raise run.steps to continue\n"
       )
     assert tiny_run.snapshot(whole) == before
 
@@ -272,7 +272,7 @@ def test_a_reward_that_fails_from_some_step_on_stops_it(
 
   monkeypatch.setattr(run.judge.pool, "judge", failing)
   train(3)  # Two batches: the run continues, and so does the count on resume.
-  said = "3 batches in a row, the last one at step 4, which is saved: reward .*"
+  said = "3 batches in a row, up to step 4, which was saved: reward .*"
   with pytest.raises(TrainingStopped, match=f"{said}down on chain_sum"):
     train(9)
   assert workdir_lib.steps(tmp_path) == [3, 4]
@@ -379,7 +379,7 @@ class TestBest:
     self.train(run, tmp_path / "late", best, run__steps=3)
     assert len(calls) == 4
     missing = 5
-    with pytest.raises(InputError, match="checkpoint.best=.* not in eval/"):
+    with pytest.raises(InputError, match="checkpoint.best=.* must be one of"):
       self.train(run, tmp_path / "first", best)
 
   @pytest.mark.parametrize("name", ["eval/chain_sum/greedy", "policy/loss"])

@@ -36,7 +36,7 @@ vc_ppo ppo value.pretrain_steps estimator.lambda_value estimator.normalize \
 
 
 def without(part):
-  """Returns the settings that remove a part in the study (embedded scale)."""
+  """Returns the settings that remove a part in the study (built-in task)."""
   variants = {x.name: x.changes for x in tables.STUDIES["credit"].variants}
   own = variants[f"without {part}"].items() - variants["VAPO"].items()
   return {key: value(text) for key, text in own}
