@@ -22,6 +22,8 @@ class TestLastBoxed:
       *((r"\boxed {7}", "7"), (r"\fbox{7}", "7"), (r"\\boxed{7}", "7")),
       *((r"boxed{7}", None), (r"\boxed{", None), (r"\boxed{}", "")),
       *((r"\boxed{1} \text{unit}", "1"), ("", None)),
+      (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
+      (r"\boxed{1 \\{2}}", r"1 \\{2}"),
     ],
   )
   def test_cases(self, text, expected):
