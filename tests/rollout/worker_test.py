@@ -621,11 +621,11 @@ class TestMixed:
     responses = self.make([0, 1, 2, 0, 1, 2, 3, 0], [1, 1, 0, 0, 1, 0, 1, 0])
     np.testing.assert_array_equal(mixed(responses), [1, 0, 0, 1, 0, 0, 0, 1])
 
-  def test_without_a_verdict_nothing_is_wrong(self):
-    responses = self.make([0, 0, 1, 1, 1], [1, 0, 1, 0, 0])
-    judged = np.asarray([True, False, True, False, True])
+  def test_without_a_verdict_nothing_is_right_or_wrong(self):
+    responses = self.make([0, 0, 1, 1, 1, 2, 2], [1, 0, 1, 0, 0, 1, 0])
+    judged = np.asarray([True, False, True, False, True, False, True])
     np.testing.assert_array_equal(
-      mixed(responses.replace(judged=judged)), [0, 0, 1, 1, 1]
+      mixed(responses.replace(judged=judged)), [0, 0, 1, 1, 1, 0, 0]
     )
 
 
