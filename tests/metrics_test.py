@@ -95,7 +95,8 @@ class TestJsonlWriter:
 
   def test_torn_line_is_dropped_on_opening(self, tmp_path):
     path = tmp_path / "m.jsonl"
-    for torn in (b'{"step": 1, "ti', b'{"step": 1', b"\0\0\0\0\n", b"[]\n"):
+    whole = b"\0\0\0\0\n", b"[]\n", b'{"step": "1"}\n'
+    for torn in (b'{"step": 1, "ti', b'{"step": 1}', *whole):
       path.write_bytes(b'{"step": 0}\n' + torn)
       writer = metrics.JsonlWriter(path, clock=Clock())
       writer.log(1, {})

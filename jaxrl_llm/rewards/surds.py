@@ -15,7 +15,7 @@ _ROOTS, _FRAC, _TIMES = (r"\sqrt", "√"), r"\frac", (r"\cdot", r"\times", "*")
 _BRACKETS = {"(": ")"}
 _ARGUMENT = _BRACKETS | {"{": "}"}  # Around arguments of roots and fractions.
 _LARGEST_ROOT = 10**6  # Factors are found by trial division.
-_MOST_DIGITS, _MOST_TOKENS, _MOST_TERMS, _DEEPEST = 30, 64, 8, 8
+_MOST_DIGITS, _MOST_TOKENS, _MOST_TERMS = 30, 64, 8
 Surd = dict[int, fractions.Fraction]  # Square-free n -> c.
 
 
@@ -39,8 +39,7 @@ def parse_surd(text: str) -> Surd | None:
       `+ - * /`, `\cdot`, brackets, and implicit products as in `2\sqrt{3}`.
 
   Returns:
-    The value; None if the text is not such a number, too large or too deeply
-    nested.
+    The value; None if the text is not such a number, or too large.
   """
   tokens = _TOKEN.findall(text)
   if "".join(tokens) != re.sub(r"\s", "", text) or len(tokens) > _MOST_TOKENS:
@@ -49,14 +48,15 @@ def parse_surd(text: str) -> Surd | None:
     return None
   tokens.reverse()
   try:
-    value = _sum(tokens, 0)
+    value = _sum(tokens)
   except (ValueError, LookupError):
     return None
   return None if tokens else value
 
 
 # Recursive descent: each function pops its tokens off the end of a list, and
-# raises a ValueError or LookupError if they are not what it parses.
+# raises a ValueError or LookupError if they are not what it parses. The number
+# of tokens bounds the depth.
 
 
 def _read(tokens: list[str], *wanted: str) -> str:
@@ -64,49 +64,47 @@ def _read(tokens: list[str], *wanted: str) -> str:
   return tokens.pop() if tokens and tokens[-1] in wanted else ""
 
 
-def _sum(tokens: list[str], depth: int) -> Surd:
-  if depth > _DEEPEST:
-    raise ValueError("too deep")
+def _sum(tokens: list[str]) -> Surd:
   total, sign = {}, _read(tokens, "+", "-") or "+"
   while sign:
-    for root, part in _product(tokens, depth).items():
+    for root, part in _product(tokens).items():
       total[root] = total.get(root, 0) + (part if sign == "+" else -part)
     sign = _read(tokens, "+", "-")
   return {root: part for root, part in total.items() if part}
 
 
-def _product(tokens: list[str], depth: int) -> Surd:
-  value = _factor(tokens, depth)
+def _product(tokens: list[str]) -> Surd:
+  value = _factor(tokens)
   while True:
     if _read(tokens, "/"):
-      value = _over(value, _factor(tokens, depth))
+      value = _over(value, _factor(tokens))
     elif _read(tokens, *_TIMES) or (
       tokens and tokens[-1] in (*_ROOTS, _FRAC, "(")
     ):
-      value = _times(value, _factor(tokens, depth))
+      value = _times(value, _factor(tokens))
     else:
       return value
 
 
-def _factor(tokens: list[str], depth: int) -> Surd:
+def _factor(tokens: list[str]) -> Surd:
   if _read(tokens, *_ROOTS):
-    inner = _number(tokens, depth, _ARGUMENT)
+    inner = _number(tokens, _ARGUMENT)
     if inner.keys() - {1}:
       raise ValueError("a root of a root")
     return _root(inner.get(1, fractions.Fraction(0)))
   if _read(tokens, _FRAC):
-    top = _number(tokens, depth, _ARGUMENT)
-    return _over(top, _number(tokens, depth, _ARGUMENT))
-  return _number(tokens, depth, _BRACKETS)
+    top = _number(tokens, _ARGUMENT)
+    return _over(top, _number(tokens, _ARGUMENT))
+  return _number(tokens, _BRACKETS)
 
 
-def _number(tokens: list[str], depth: int, brackets: dict[str, str]) -> Surd:
+def _number(tokens: list[str], brackets: dict[str, str]) -> Surd:
   """Parses digits, or a sum in brackets."""
   token = tokens.pop()
   if token[0].isdigit():
     value = fractions.Fraction(token)
     return {1: value} if value else {}
-  close, value = brackets[token], _sum(tokens, depth + 1)
+  close, value = brackets[token], _sum(tokens)
   if tokens.pop() != close:
     raise ValueError(f"no {close}")
   return value

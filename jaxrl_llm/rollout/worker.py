@@ -442,7 +442,6 @@ class _Collection:
     rows = self._new_responses(prompts)
     with self.timer.phase("generate"):
       rows = self._write(rows)
-    rows = rows.replace(window_start=np.zeros_like(rows.window_start))
     # Not looked up: these prompts may differ from those of the data.
     sizes = self.worker.writer.sizes(prompts)
     every = [p for p, size in zip(prompts, sizes) for _ in range(size)]

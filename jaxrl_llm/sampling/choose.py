@@ -173,7 +173,7 @@ def _first_above(ends, weights, target):
 
 def _filter(weights, top_k, top_p, min_p):
   total = lambda of: jnp.sum(of(weights), axis=-1, keepdims=True)
-  settings = weights.shape[-1], top_k[:, None], top_p[:, None]
+  settings = top_k[:, None], top_p[:, None]
   keep = lambda: _keep(weights, bound(total, *settings), min_p)
   filtered = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
   return jax.lax.cond(filtered, keep, lambda: weights)
@@ -194,19 +194,17 @@ def _keep(weights, least, min_p):
 
 def bound(
   total: Callable[[Callable[[jax.Array], jax.Array]], jax.Array],
-  size: int,
   top_k: jax.Array,
   top_p: jax.Array,
 ) -> jax.Array:
-  """Returns the smallest weight that top-k, and then top-p, keep.
+  """Returns the smallest weight that top-k, and then top-p, keep; 0 keeps all.
 
   Args:
     total: sums a function of the weights, at most 1, over the vocabulary.
-    size: size of the vocabulary.
     top_k: as in `Distribution`, in the shape of a sum.
     top_p: as in `Distribution`, in the shape of a sum.
   """
-  k = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)
+  k = jnp.where(top_k > 0, top_k, jnp.inf)
   count = lambda t: total(lambda w: jnp.where(w >= t, 1.0, 0.0))
   by_k = _threshold(top_k.shape, lambda t: count(t) >= k)
   above = lambda t: total(lambda w: jnp.where(w >= t, w, 0.0))
@@ -217,10 +215,10 @@ def bound(
 
 
 def _threshold(shape, enough):
-  """Returns the largest float t in [0, 1] with enough(t).
+  """Returns the largest float t in [0, 1] with enough(t), 0 if there is none.
 
   Non-negative floats are ordered like their bit patterns, so 30 bisections find
-  the exact value; `enough` is monotone and true at 0.
+  the exact value; `enough` is monotone.
   """
   as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
   low = jnp.zeros(shape, jnp.int32)
@@ -232,5 +230,5 @@ def _threshold(shape, enough):
     good = enough(as_float(middle))
     return jnp.where(good, middle, low), jnp.where(good, high, middle)
 
-  low, _ = jax.lax.fori_loop(0, 31, body, (low, high))
+  low, _ = jax.lax.fori_loop(0, 30, body, (low, high))
   return as_float(low)

@@ -48,4 +48,4 @@ def _find_bound(weights_ref, top_k_ref, top_p_ref, out_ref):
 
   @pl.when((top_k > 0) | (top_p < 1))
   def _():
-    out_ref[slot] = choose.bound(total, size, top_k, top_p)
+    out_ref[slot] = choose.bound(total, top_k, top_p)

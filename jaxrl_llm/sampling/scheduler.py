@@ -225,10 +225,10 @@ class Scheduler:
     """
     start, before = self._clock(), self._cache.stats
     self._reserve()
-    free, waiting = self._slots.count(None), self._waiting()
+    slots, waiting = self._slots, self._waiting()
     if insert is None:
-      insert = rules.refill(len(self._slots), free, len(waiting))
-    self._insert(waiting[: min(insert, free)])
+      insert = rules.refill(len(slots), slots.count(None), len(waiting))
+    self._insert(waiting[:insert])
     prefilled = self._cache.stats - before
     left = self._decode(start, prefilled) if self._running() else []
     wall_s = self._clock() - start

@@ -256,6 +256,9 @@ class TestUnreadable:
     del policy["final_norm"]
     with pytest.raises(InputError, match="final_norm/scale is not part of"):
       checkpoint.load(tmp_path / "3", {"policy": policy})
+    # Format 4 joins the frozen parameters and the others, which are read apart.
+    record = commit.read(tmp_path / "3") | {"format": 4}
+    commit.check_shapes(tmp_path / "3", record, {"policy": policy})
 
   @pytest.mark.parametrize(
     ("content", "said"),

@@ -134,6 +134,13 @@ class TestPromptSource:
     assert index == prompt.example_id
     assert tasks.ChainSum(seed=2)[index].answer == prompt.answer
 
+  def test_the_text_has_control_tokens(self, tokenizer):
+    asked = dataclasses.replace(
+      example("1"), messages=[{"role": "user", "content": "1"}]
+    )
+    (prompt,) = draw(make_prompts(tokenizer, [asked]), 1)
+    assert prompt.text == "<s>user:1</s><s>"
+
   @pytest.mark.parametrize(
     "make", [lambda: tasks.ChainSum(seed=1), lambda: tasks.sums(digits=1)]
   )

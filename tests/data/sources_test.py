@@ -104,9 +104,11 @@ class TestFiles:
     assert len(many) > 4096 and len(read(many)) == 200
 
   def test_the_name_of_a_file_is_no_pattern(self, tmp_path):
-    for name in ("a[1]", "a1"):
+    names = "a[1]", "a1", "a,1"
+    for name in names:
       jsonl(tmp_path, GOOD | {"id": name}, name=name)
-    assert [x.id for x in read(tmp_path / "a[1].jsonl")] == ["a[1]"]
+    for name in names:
+      assert [x.id for x in read(tmp_path / f"{name}.jsonl")] == [name]
 
   def test_equal_stems_are_told_apart_by_their_folders(self, tmp_path):
     row = {"question": "1+1?", "answer": "2"}

@@ -77,6 +77,9 @@ class TestCharacterTokenizer:
   def test_vocabulary_and_round_trip(self, tmp_path):
     tokenizer = Tokenizer(character(tmp_path))
     assert tokenizer.vocab_size == 19
+    tokenizer.check_model(19)
+    with pytest.raises(InputError, match="has 19 tokens but the model only 18"):
+      tokenizer.check_model(18)
     assert tokenizer.eos_id == 1
     assert tokenizer.stop_tokens == (1,)
     assert tokenizer.bos_id is None and tokenizer.prefix == ()
@@ -113,13 +116,14 @@ class TestPieces:
 
   def test_spaces_that_a_decoder_strips_from_the_first_token(self, tmp_path):
     words = tokenizers.Tokenizer(
-      models.WordLevel({"▁a": 0, "▁b": 1, "<eos>": 2}, unk_token="<eos>")
+      models.WordLevel({"▁a": 0, "▁b": 1, "<eos>": 5}, unk_token="<eos>")
     )
     words.decoder = decoders.Metaspace()
     path = write(
-      tmp_path, tokenizer__json=words.to_str(), config__json={"eos_token_id": 2}
+      tmp_path, tokenizer__json=words.to_str(), config__json={"eos_token_id": 5}
     )
     tokenizer = Tokenizer(path)
+    assert tokenizer.vocab_size == 6  # Ids 3 and 4 are unused.
     assert tokenizer.decode([0, 1, 1]) == "a b b"
     assert tokenizer.pieces([0, 1, 1]) == ["a", " b", " b"]
 

@@ -114,5 +114,7 @@ def test_one_that_fails_leaves_its_group_unjudged(model, tmp_path):
   responses = collected.batch.responses
   np.testing.assert_array_equal(responses.judged, responses.rollout.group > 1)
   assert (responses.rewards[responses.judged] == 1).all() and len(seen) == 4
+  agrees = responses.parts["agrees"]
+  np.testing.assert_array_equal(np.isfinite(agrees), responses.judged)
   assert "KeyError: 'oops' (group_reward_test.py" in told[0]
   assert "return a list with a result for each of the 4 responses" in told[1]

@@ -143,6 +143,7 @@ def test_an_endless_source_gets_a_pool(model):
   one, other = (build.make_run(make(run__seed=i)).source for i in (0, 1))
   assert len(one) == len(other) == 1024
   assert all(one.example(i, 0) == other.example(i, 0) for i in range(9))
+  assert one.draw(one.init(), 9)[0] != other.draw(other.init(), 9)[0]
   assert len(build.make_run(make(data__pool=2000)).source) == 2000
   with pytest.raises(InputError, match="at most 10,000,000 prompts; set"):
     build.make_run(make(data__pool=20_000_000))

@@ -107,13 +107,16 @@ class TestJudge:
       return rewards.numeric(response, answer, finished=True)
 
     judge = self.judge(reading)
-    # Two turns of the model, between which the environment says 42.
-    rollout = texts.write(["a=42b", "a=42"], [Status.FINISHED] * 2)
-    rollout.mask[:, 2:4] = False
-    judged = judge(rollout, [texts.make_prompt(0, "?", "42")] * 2)
-    assert seen == [("a=\nb", "a=b"), ("a=", "a=")]
-    assert judged.responses.judged.all() and not judged.responses.correct.any()
-    assert judged.texts == ["a=42b", "a=42"]  # For people.
+    # Two turns of the model, between which the environment says 42, and a
+    # response that begins with a hint.
+    spoken = ["a=42b", "a=42", "hi42"]
+    rollout = texts.write(spoken, [Status.FINISHED] * 3)
+    rollout.mask[:2, 2:4] = rollout.mask[2, :2] = False
+    judged = judge(rollout, [texts.make_prompt(0, "?", "42")] * 3)
+    assert seen == [("a=\nb", "a=b"), ("a=", "a="), ("hi42", "hi42")]
+    np.testing.assert_array_equal(judged.responses.correct, [0, 0, 1])
+    assert judged.responses.judged.all()
+    assert judged.texts == spoken  # For people.
 
   def test_a_fault_of_the_environment_leaves_no_verdict(self):
     judge, told = self.judge(name="mine"), []

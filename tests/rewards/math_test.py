@@ -22,6 +22,8 @@ class TestLastBoxed:
       *((r"\boxed {7}", "7"), (r"\fbox{7}", "7"), (r"\\boxed{7}", "7")),
       *((r"boxed{7}", None), (r"\boxed{", None), (r"\boxed{}", "")),
       *((r"\boxed{1} \text{unit}", "1"), ("", None)),
+      (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
+      (r"\boxed{1 \\{2}}", r"1 \\{2}"),
     ],
   )
   def test_cases(self, text, expected):
@@ -40,7 +42,10 @@ class TestExtractAnswer:
       *(("#### 1,000\nand 7", "1,000"), ("#### 3\n#### 4\n", "4")),
       *((r"#### 3 but \boxed{4}", "4"), (r"\boxed{}", None)),
       *(("no number", None), ("", None)),
-      (r"\boxed{" + "1" * 600 + "}", None),
+      *(
+        (r"\boxed{" + "1" * 600 + "}", None),
+        (r"\boxed{1}" + "x" * 20_000, None),
+      ),
     ],
   )
   def test_cases(self, text, expected):
@@ -145,6 +150,7 @@ class TestNumeric:
       ("(1, 0.5)", r"\left(1,\frac{1}{2}\right)"),
       (r"[2,\sqrt{8})", r"\left[ 2, 2\sqrt{2} \right)"),
       (r"\{0.5, 2\}", r"\{\frac12,2\}"),
+      ("(" * 25 + r"\sqrt2" + ")" * 25, r"\sqrt2"),
     ],
   )
   def test_equal(self, response, gold):
@@ -159,6 +165,8 @@ class TestNumeric:
     "response, gold",
     [
       *(("19", "18"), ("-18", "18"), ("180", "18"), ("0.333333", "1/3")),
+      *(("9+9", "20-2"), ("1 1/0", "1"), (r"\sqrt{2})", r"\sqrt{2}")),
+      (r"2\sqrt{3}+\sqrt{\sqrt{2}}", r"2\sqrt{3}"),
       *(("1e3", "1000"), ("10^3", "1000"), ("9+9", "18"), ("1/0", "0")),
       *((r"\frac{1}{0}", "1"), ("1,2", "12"), ("1,23", "123"), (r"\{5\}", "5")),
       *(("{1}{2}", "12"), ("18, 19", "18"), ("(1,2)", "12"), ("2x", "2")),

@@ -16,7 +16,8 @@ import pytest
 from jaxrl_llm import rewards
 from jaxrl_llm.rewards.exact import Verdict
 
-_LONG = "98765.4"  # Seconds; identifies processes that must not remain.
+# Seconds; identifies processes of this test run that must not remain.
+_LONG = os.environ.setdefault("POOL_TEST_SLEEPS_S", f"98765.{os.getpid()}")
 _NO_VERDICTS = {
   "object": object(),
   "nan": float("nan"),
@@ -30,6 +31,7 @@ _FORGED = {
   "type": "[7, null]",
   "no number": "[[true, null, null, NaN, {}], null]",
   "depth": "[" * 100_000,
+  "lines": f"{_RIGHT}\n{_RIGHT}",  # The second would answer the next call.
   "error": '[[[true, "forged", 7, null, {}]], null]',
 }
 

@@ -1,5 +1,6 @@
 """Tools: their descriptions for a chat model, and results of calls."""
 
+import fractions
 import json
 
 import pytest
@@ -39,7 +40,12 @@ def failing(lines: bool):
   return {(1, 2): 3}
 
 
-TOOLS = {"area": area, "python": tools.python}
+def half():
+  """Returns a number that JSON writes as a text."""
+  return [fractions.Fraction(1, 2)]
+
+
+TOOLS = {"area": area, "python": tools.python, "half": half}
 
 
 def ask(name, **arguments):
@@ -82,7 +88,8 @@ class TestCall:
       (ask("python", code="1"), "(it printed nothing)"),
       ("{'name': 1}", "error: the tool call is not JSON"),
       ("3", "error: the tool call is invalid"),
-      (ask("volume"), "error: no tool 'volume'; available: area, python"),
+      (ask("half"), '["1/2"]'),
+      (ask("volume"), "error: no tool 'volume'; available: area, python, half"),
       ("{}", "error: no tool 'name'"),
       (ask("area"), "error: the tool call is invalid: missing"),
       (ask("area", width=1, depth=2), "error: the tool call is invalid: got"),

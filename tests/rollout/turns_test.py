@@ -105,13 +105,20 @@ class TestTurns:
       assert set(unheard) <= {0.0, 1.0}
 
   def test_in_windows_as_in_one_call(self, run):
-    whole = talk(run, None)
+    whole = talk(run)
     for window in (1, 5):
       assert_same_talks(talk(run, window), whole)
 
+  def test_replies_that_come_after_the_end_of_a_call_are_kept(self, run):
+    def halting(view):
+      halt = view.awaiting_environment.any()
+      return rules.continuous_batching(view)._replace(halt=halt)
+
+    assert_same_talks(talk(run, rule=halting), talk(run))
+
   def test_an_observation_costs_its_own_tokens(self, run):
     engine = run.worker.writer.engine
-    before, (rollout, _) = engine.stats, talk(run, None)
+    before, (rollout, _) = engine.stats, talk(run)
     engine_read = (engine.stats - before).prefill_tokens
     heard = int(is_foreign(rollout).sum())
     first = np.unique(rollout.group, return_index=True)[1]
@@ -129,14 +136,20 @@ def begin(run):
   return Weights(weights.params), writer.begin(prompts, ids), table
 
 
-def talk(run, window):
-  """Generates conversations with the initial weights in windows."""
+def talk(run, window=None, rule=rules.continuous_batching):
+  """Generates conversations with the initial weights; returns them ended."""
   weights, rollout, table = begin(run)
   while (open_ := ~ended(rollout)).any():
     rows = np.flatnonzero(open_)
     part = run.worker.writer.write(
-      take_rows(rollout, rows), weights, window=window, conversations=table
+      take_rows(rollout, rows),
+      weights,
+      window=window,
+      rule=rule,
+      conversations=table,
     )
+    one_call = window is None and rule is rules.continuous_batching
+    assert not one_call or ended(part).all()
     new = np.arange(part.mask.shape[1]) >= part.window_start[:, None]
     assert window is None or (part.mask & new).sum(axis=1).max() <= window
     for name, column in part.replace(group=rollout.group[rows]).items():

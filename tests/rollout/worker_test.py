@@ -440,8 +440,9 @@ class TestState:
 
 class TestMaxStaleness:
   def test_an_ended_response_ages_its_group(self):
-    # Response 2 ends in the first step, before response 3 has a slot.
-    lengths = [1, 1, 1, 6] + [1] * 10
+    # Response 2 ends in the first step, before response 3 has a slot. The next
+    # one waits for response 3, and for no other.
+    lengths = [1, 1, 1, 4, 6] + [1] * 10
     run = Run(
       stop="first_groups",
       groups=1,
@@ -455,6 +456,21 @@ class TestMaxStaleness:
       rollout = run.collect().batch.responses.rollout
       assert np.unique(rollout.group_id).tolist() == groups
       assert (version - rollout.version[rollout.mask]).max() <= 1
+      assert version != 1 or run.state.store.lengths.max() == 4
+
+  def test_complete_groups_of_the_step_before_suffice(self):
+    how = {"stop": "first_groups", "groups": 1, "in_flight": 2}
+    run = Run(lengths=lambda i: 1, max_staleness=2, **how)
+    run.collect()
+    written = run.engine.stats.tokens
+    rollout = run.collect().batch.responses.rollout
+    assert np.unique(rollout.group_id).tolist() == [1]
+    assert run.engine.stats.tokens == written
+
+  def test_more_groups_in_flight_need_more(self):
+    message = "5 groups in flight and 2 per batch: use 2 or more"
+    with pytest.raises(ValueError, match=message):
+      Run(stop="first_groups", in_flight=5, max_staleness=1)
 
 
 class TestOwnRule:
@@ -605,11 +621,11 @@ class TestMixed:
     responses = self.make([0, 1, 2, 0, 1, 2, 3, 0], [1, 1, 0, 0, 1, 0, 1, 0])
     np.testing.assert_array_equal(mixed(responses), [1, 0, 0, 1, 0, 0, 0, 1])
 
-  def test_without_a_verdict_nothing_is_wrong(self):
-    responses = self.make([0, 0, 1, 1, 1], [1, 0, 1, 0, 0])
-    judged = np.asarray([True, False, True, False, True])
+  def test_without_a_verdict_nothing_is_right_or_wrong(self):
+    responses = self.make([0, 0, 1, 1, 1, 2, 2], [1, 0, 1, 0, 0, 1, 0])
+    judged = np.asarray([True, False, True, False, True, False, True])
     np.testing.assert_array_equal(
-      mixed(responses.replace(judged=judged)), [0, 0, 1, 1, 1]
+      mixed(responses.replace(judged=judged)), [0, 0, 1, 1, 1, 0, 0]
     )
 
 

@@ -34,6 +34,10 @@ def finish(engine):
   return left
 
 
+def in_slots(engine):
+  return [r for r in engine.requests() if r.slot is not None]
+
+
 def go_on_after(engine, requests, given):
   """Continues after given tokens; checks the rest; returns prefilled tokens."""
   before = engine.stats
@@ -63,7 +67,7 @@ class TestStep:
       parts.append(rollout)
       added += requests
       left += engine.step()
-      busy.append(sum(r.slot is not None for r in engine.requests()))
+      busy.append(len(in_slots(engine)))
     left += finish(engine)
     assert max(busy) > 10  # Those of several calls are decoded together.
     assert set(left) == set(added) and len(left) == 60
@@ -75,9 +79,12 @@ class TestStep:
     engine, prompts = scripted.engine(), _prompts(30)
     engine.set_params((), 0)
     both = [add(engine, prompts)[0]]
-    engine.step()
+    left = engine.step(3)
+    assert len(left) + len(in_slots(engine)) == 3
     both.append(add(engine, prompts, key=jax.random.key(1))[0])
-    finish(engine)
+    while engine.requests():
+      engine.step()
+      assert len({id(r.params) for r in in_slots(engine)}) < 2
     for rollout in both:
       scripted.check(rollout, prompts)
 

@@ -1,5 +1,6 @@
 """Slots are kept busy, and all of their pages are freed at the end."""
 
+import jax
 import numpy as np
 from helpers import scripted
 
@@ -18,7 +19,7 @@ from jaxrl_llm.sampling.requests import (
 from jaxrl_llm.sampling.scheduler import Scheduler
 from jaxrl_llm.sampling.slots import DecodeOutput
 from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
-from jaxrl_llm.types import Status
+from jaxrl_llm.types import Status, take_rows
 
 
 def _totals(count, low, high, seed=0):
@@ -51,6 +52,19 @@ class TestNothingLeaks:
     stats = scripted.engine().last_stats
     assert stats.tokens == out.lengths.sum()
 
+  def test_of_responses_that_pause_when_pages_are_few(self):
+    engine = scripted.make_engine(slots=16, page_size=8, kv_pages=9)
+    prompts = _prompts(_totals(30, 20, 50))
+    out = scripted.generate(prompts, own=engine, window=6)
+    while (out.status == Status.TRUNCATED).any():
+      _assert_empty(engine)
+      out = take_rows(out, out.status == Status.TRUNCATED)
+      call = {"settings": scripted.GREEDY, "key": jax.random.key(0)}
+      out = engine.generate_window(
+        (), out, version=0, group_size=1, window=6, **call
+      )
+    _assert_empty(engine)
+
 
 class TestSharedPages:
   """Uses a fake decoder that only counts: CPUs have no page-sharing kernels."""
@@ -67,6 +81,9 @@ class TestSharedPages:
 
     def decode(params, kv_cache, tables, slots, active, *_, **__):
       active = np.asarray(active)
+      last = np.arange(len(active)), np.asarray(slots.position) // 2
+      written = np.asarray(tables.page_indices)[last][active]
+      assert len({*written.tolist()}) == active.sum()  # These are not shared.
       zeros = np.zeros((len(active), 2), np.int32)
       count, over = active.astype(np.int32), np.zeros(len(active), np.int32)
       running.append(int(count.sum()))

@@ -18,9 +18,15 @@ from helpers.tiny_engine import (
   law,
 )
 
-from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
+from jaxrl_llm.sampling import (
+  Engine,
+  EngineConfig,
+  SamplingSettings,
+  new_requests,
+)
+from jaxrl_llm.sampling.requests import SamplingParams, make_requests
 from jaxrl_llm.sampling.stops import first_stop
-from jaxrl_llm.types import Status
+from jaxrl_llm.types import Origin, Status
 
 PLAIN = SamplingSettings()
 
@@ -106,6 +112,19 @@ class TestStopStrings:
     for name in ("tokens", "version"):
       np.testing.assert_array_equal(out[name], np.where(mask, full[name], 0))
     assert not out.behavior_logprobs[~mask].any()
+
+  def test_are_searched_only_after_the_tokens_of_others(self):
+    own, tokens = engine(), [5, 6, 7, 8, 6, 7, 9]
+    rollout = new_requests([[5]], [[0]], [0], own.config)
+    rollout.tokens[0, :7], rollout.origin[0, :3] = tokens, Origin.FOREIGN
+    settings = SamplingSettings(stop_strings=(detokenize([6, 7]),))
+    params = SamplingParams(settings, None, group_size=1)
+    (request,) = make_requests(rollout, params, np.array([T]), window=T)
+    rollout.lengths[0] = 4
+    assert not own._stopped(request, before=3)
+    rollout.lengths[0] = 7
+    assert own._stopped(request, before=4)
+    assert rollout.lengths[0] == 6 and rollout.status[0] == Status.FINISHED
 
   def test_need_a_text(self):
     own = Engine(engine().fns, engine().config)
