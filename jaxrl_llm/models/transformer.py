@@ -122,10 +122,10 @@ def embed(
   x = module(tokens, numerics.activations)
   if sharding is None:
     return x
-  # Without the first step, XLA may replicate the embeddings of all tokens.
-  first = sharding_lib.lookup_sharding(sharding, config.hidden_size)
-  x = jax.lax.with_sharding_constraint(x, first)
-  return jax.lax.with_sharding_constraint(x, sharding)
+  # In one step, XLA may replicate the embeddings of all tokens.
+  for place in sharding_lib.lookup_shardings(sharding, config.hidden_size):
+    x = jax.lax.with_sharding_constraint(x, place)
+  return x
 
 
 def final_norm(
