@@ -250,25 +250,31 @@ def slot_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
   return NamedSharding(mesh, P(_present(SLOT_AXES, mesh), heads))
 
 
-def lookup_sharding(states: NamedSharding, width: int) -> NamedSharding:
-  """Sharding in which embeddings are looked up: by columns of the table.
+def lookup_shardings(states: NamedSharding, width: int) -> list[NamedSharding]:
+  """Shardings of embeddings from the lookup to the hidden states.
 
-  A device has the columns of its shard for all tokens of its group of devices.
-  From there, an all-to-all within the group leads to `states`.
+  In the first, a device has the columns of its shard of the table for all
+  tokens of its group of devices. Each step from there is an all-to-all along
+  one dimension: XLA would gather all embeddings for both at once.
 
   Args:
     states: sharding of hidden states [R, C, D].
     width: D.
 
   Returns:
-    Sharding of arrays [R, C, D].
+    Shardings of arrays [R, C, D]; the last is `states`.
   """
   split = _split("embed", width, states.mesh) or ()
-  rest = (
-    tuple(axis for axis in jax.tree.leaves(axes) if axis not in split)
-    for axes in (*states.spec, None, None)[:2]
+  rows, tokens = (
+    tuple(jax.tree.leaves(axes)) for axes in (*states.spec, None, None)[:2]
   )
-  return NamedSharding(states.mesh, P(*rest, split))
+  without = lambda axes, taken: tuple(x for x in axes if x not in taken)
+  rest = without(rows, split)
+  specs = (
+    P(rest, without(tokens, split), split),
+    P(rest, tokens, without(split, tokens)),
+  )
+  return [*(NamedSharding(states.mesh, spec) for spec in specs), states]
 
 
 def packed_kv_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:

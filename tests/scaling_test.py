@@ -102,6 +102,19 @@ class TestCollectives:
       "collective-permute": 8 * 4,
     }
 
+  def test_a_tpu_sums_scattered_numbers_once(self):
+    text = """%all-reduce-scatter.1.clone (p: f32[64,128]) -> f32[8,128] {
+  %a = f32[64,128]{1,0} all-reduce(%p), replica_groups=[1,8]<=[8]
+  ROOT %b = f32[8,128]{1,0} dynamic-slice(%a), dynamic_slice_sizes={8,128}
+}
+ENTRY %main (p: f32[64,128]) -> f32[8,128] {
+  %f = f32[8,128]{1,0} fusion(%p), kind=kCustom,\
+ calls=%all-reduce-scatter.1.clone
+}
+"""
+    sent = hlo.Sent("reduce-scatter", ("fsdp",), 7 / 8 * 64 * 128 * 4)
+    assert hlo.collectives(text, {"fsdp": 8}, [1]) == [sent]
+
   def test_rounds_that_the_compiler_knows(self):
     text = """%body (p: f32[8]) -> f32[8] {
   %a = bf16[32]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}

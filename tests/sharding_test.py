@@ -11,6 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxrl_llm import digest, models, sharding
 from jaxrl_llm.learner import optimizer as optimizer_lib
+from jaxrl_llm.models import context, transformer
 
 KEY = jax.random.key(0)
 
@@ -198,3 +199,21 @@ class TestPlacements:
     first = sharding.along_batch(_mesh(4, 1, 2))
     shards = jax.device_put(x.T, first).addressable_shards
     assert {s.data.shape for s in shards} == {(2, 3)}
+
+  @pytest.mark.parametrize("expert", [1, 2])
+  def test_embeddings_are_exchanged_and_not_gathered(self, expert):
+    mesh = sharding.make_mesh(
+      data=1, fsdp=4, context=2, tensor=1, expert=expert
+    )
+    states = context.leading(sharding.packed_kv_sharding(mesh, 1), 2)
+    config, numerics = tiny.tiny_config(), models.Numerics()
+    shapes = {"embed": transformer.param_shapes(config)["embed"]}
+    params = jax.tree.map(
+      lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+      *(shapes, sharding.tree_shardings(shapes, mesh)),
+    )
+    tokens = jax.ShapeDtypeStruct((8, 64), jnp.int32, sharding=states)
+    embed = lambda *given: transformer.embed(*given, config, numerics, states)
+    text = jax.jit(embed).lower(params, tokens).compile().as_text()
+    assert "all-to-all" in text
+    assert not re.search(r"= f32\S* all-gather", text)

@@ -283,12 +283,10 @@ def _accumulate(gradient, params, sums, batch: PackedBatch, *settings):
     gradients, (totals, means, maxima) = gradient(
       params, batch.micro_batch(i), *settings
     )
+    after, norm = jax.lax.platform_dependent(
+      before, gradients, cpu=_add_on_cpu, default=_add
+    )
     add = functools.partial(jax.tree.map, jnp.add)
-    after = add(before, gradients)
-    # Taking the norm of `gradients` directly would change how XLA computes them
-    # and thus their last bits.
-    apart = jax.lax.optimization_barrier((after, before))
-    norm = optax.global_norm(jax.tree.map(jnp.subtract, *apart))
     totals |= {
       "squares": jnp.square(norm) / jnp.maximum(totals["tokens"], 1.0),
       "micro_batches": jnp.float32(totals["tokens"] > 0),
@@ -299,3 +297,20 @@ def _accumulate(gradient, params, sums, batch: PackedBatch, *settings):
     )
 
   return jax.lax.fori_loop(0, batch.packed.count, body, sums)
+
+
+def _add(before, gradients):
+  """Returns new sums, in place, and the norm of gradients, in one pass."""
+  gradients = jax.lax.optimization_barrier(gradients)
+  return jax.tree.map(jnp.add, before, gradients), optax.global_norm(gradients)
+
+
+def _add_on_cpu(before, gradients):
+  """Does the same without a second use of the gradients.
+
+  It would change how XLA's CPU compiler computes them, and thus their last
+  bits.
+  """
+  after = jax.tree.map(jnp.add, before, gradients)
+  apart = jax.lax.optimization_barrier((after, before))
+  return after, optax.global_norm(jax.tree.map(jnp.subtract, *apart))

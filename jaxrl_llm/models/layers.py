@@ -25,6 +25,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_llm.models import families
 from jaxrl_llm.models.config import ModelConfig
@@ -36,6 +37,8 @@ from jaxrl_llm.models.rope import RopeScaling
 AttendFn = Callable[..., tuple[jax.Array, Any]]
 Rotary = tuple[jax.Array, jax.Array]  # cos and sin, see `rotary_tables`.
 
+# Name of the outputs of linear layers, for rematerialization policies.
+PRODUCT = "product"
 INIT_STDDEV = 0.02  # Standard deviation of kernels and embeddings (GPT-2).
 
 
@@ -97,7 +100,7 @@ class Linear(Matrix):
       y = y + self.adapter_scale * low
     if self.has_bias:
       y = y + _align(self.bias[...].astype(x.dtype), y.ndim)
-    return y
+    return checkpoint_name(y, PRODUCT)
 
 
 class RMSNorm(nnx.Module):

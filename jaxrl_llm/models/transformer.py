@@ -55,7 +55,8 @@ class PackedRows:
 # Name -> activations of a layer that are saved for the backward pass.
 REMAT_POLICIES = {
   "full": jax.checkpoint_policies.nothing_saveable,
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  # By name: a policy on products would save their float32 sums.
+  "dots": jax.checkpoint_policies.save_only_these_names(layers_lib.PRODUCT),
   "none": jax.checkpoint_policies.everything_saveable,
 }
 # Name -> function of (config, numerics, rngs) that makes the module.
@@ -122,10 +123,10 @@ def embed(
   x = module(tokens, numerics.activations)
   if sharding is None:
     return x
-  # Without the first step, XLA may replicate the embeddings of all tokens.
-  first = sharding_lib.lookup_sharding(sharding, config.hidden_size)
-  x = jax.lax.with_sharding_constraint(x, first)
-  return jax.lax.with_sharding_constraint(x, sharding)
+  # In one step, XLA may replicate the embeddings of all tokens.
+  for place in sharding_lib.lookup_shardings(sharding, config.hidden_size):
+    x = jax.lax.with_sharding_constraint(x, place)
+  return x
 
 
 def final_norm(

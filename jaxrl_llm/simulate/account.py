@@ -64,10 +64,11 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
     # Products of experts are not kept.
     mlp = 0 if sizes.experts else 2 * sizes.inner
     # Norms and activation functions keep float32 intermediates: the compiler
-    # for v5p needed 4.9 times the products at 32B.
-    kept = {"dots": 1, "none": 5}.get(sizes.config.model.remat_policy, 0)
-    # The GPU compiler keeps products in float32 (h100:1 at 1.5B).
-    each = kept * (heads + kv + width + mlp) * (2 if gpu else 1)
+    # for v5p needed 4.9 times the products at 32B. Without a policy the GPU
+    # compiler also keeps products in float32.
+    every = 10 if gpu else 5
+    kept = {"dots": 1, "none": every}.get(sizes.config.model.remat_policy, 0)
+    each = kept * (heads + kv + width + mlp)
     parts["activations within layers"] = 2 * tokens * each * model.num_layers
   return parts
 
@@ -108,7 +109,8 @@ def passes(sizes: Sizes, role: str, *, update: bool) -> tuple[Work, ...]:
     heads = model.num_heads * model.num_layers
     moved += forwards * _SCORE_BYTES * sizes.pairs * heads * attended
   gathers = 1 + update
-  # Gradients are reduce-scattered on GPUs, and all-reduced on TPUs.
+  # Gradients are reduce-scattered. TPUs send about twice as much where they do
+  # so within products, in rings (7B on v6e:4x8).
   summed = 4 if sizes.gpu else 2 * 4
   sent = (gathers * 2 + update * summed * trained) * sizes.received
   # Afterwards their parts are all-reduced over data.

@@ -48,6 +48,9 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 # The function of a Pallas kernel, or the operation of another kernel.
 _NAME = re.compile(r'op_name="[^"]*?([\w-]+)(?:/pallas_call[^"]*)?"')
+# TPUs write a reduce-scatter as an all-reduce and a slice, in a computation of
+# this name.
+_REDUCE_SCATTER = "all-reduce-scatter"
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
@@ -78,13 +81,15 @@ def collectives(
   def walk(name, times, depth):
     for number, line in enumerate(bodies.get(name, ())):
       if match := _OP.search(line):
-        axes, size = _axes(line, mesh)
-        whole = _bytes(match["shape"], match["kind"], match["start"])
-        sent = times * (_RECEIVED[match["kind"]](size) * whole)
+        kind, (axes, size) = match["kind"], _axes(line, mesh)
+        result = _bytes(match["shape"], kind, match["start"])
+        if name.startswith(_REDUCE_SCATTER):
+          kind, result = "reduce-scatter", result / size
+        sent = times * (_RECEIVED[kind](size) * result)
         chain = _CHAIN.search(line)
         key = ("", chain[1]) if chain else (name, str(number))
         if key not in found or found[key].bytes < sent:
-          found[key] = Sent(match["kind"], axes, sent)
+          found[key] = Sent(kind, axes, sent)
       rounds, deeper = 1, depth
       if " while(" in line and (rounds := _rounds(bodies, line)) is None:
         rounds, deeper = loops[min(depth, len(loops) - 1)], depth + 1

@@ -241,6 +241,19 @@ class TestRematAndDtype:
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(lambda g, e: _close(g, e, atol=1e-4), grads, expected)
 
+  def test_products_are_kept_in_the_dtype_of_activations(self):
+    numerics = models.Numerics(activations=jnp.bfloat16)
+    fns = models.make_policy(CONFIG, numerics=numerics, remat_policy="dots")
+    rows = packed.rows(_tokens(), np.ones((3, T), bool))
+    params = jax.eval_shape(fns.init, jax.random.key(0))
+    backward = lambda params: jax.vjp(lambda x: fns.states(x, rows, 2), params)
+    kept = jax.tree.leaves(jax.eval_shape(backward, params)[1])
+    kept = [x for x in kept if x.shape[:3] == (2, 3, T)]
+    assert {x.dtype for x in kept} == {jnp.dtype(jnp.bfloat16)}
+    # Inputs of layers; q, k, v and outputs of attention; gate and up.
+    sizes = (24, 32, 16, 16, 24, 40, 40)
+    assert sum(x.size for x in kept) == 2 * 3 * T * sum(sizes)
+
   def test_every_parameter_has_a_gradient(self):
     _, grads = self._run(remat_policy="full")
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
