@@ -3,7 +3,8 @@
 The loss is the negative log-likelihood of an answer's tokens, including its
 stop token, averaged over the tokens of a mini-batch. Training samples nothing
 and needs no reward; evaluation generates and judges responses every eval.every
-steps. An answer is
+steps. For data without `answer`, which the shipped rewards compare with, choose
+a reward of your own, such as register.reward("none", lambda: 0.0). An answer is
 
   * the assistant's messages in `messages`, in every turn,
   * `completion` after `prompt`, as texts or as messages,

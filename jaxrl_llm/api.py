@@ -111,7 +111,8 @@ class Policy:
         `top_p`, `stop_strings` and `max_new_tokens` (256 by default).
 
     Returns:
-      The responses to each prompt: dicts with `text`, `tokens`, `logprobs` and
+      The responses to each prompt: dicts with `text`, `tokens`, `logprobs` (of
+      the distribution that was sampled from: 0 at temperature 0) and
       `stop_reason` ('finished', or 'overlong' at max_new_tokens).
 
     Raises:

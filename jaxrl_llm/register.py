@@ -195,7 +195,8 @@ def environment(name: str, make: Callable[..., Environment]) -> None:
 
   Args:
     name: new name.
-    make: (**environment.settings) -> environment; usually a class.
+    make: (**environment.settings) -> environment; usually a class. It is
+      called for every step; only the environment's `state` is kept.
   """
   _add(turns.ENVIRONMENTS, "environment.name", name, make)
 

@@ -105,6 +105,12 @@ mesh.data=4 | optimizer.policy.micro_batch_size=2 must be a multiple of | = 4
 data.source=jsonl | source 'jsonl' needs data.path
 data.source=jsonl data.path=x data.split=test | config.data.split='test' | \
   'jsonl' | has no splits | eval.path
+data.path=x.jsonl | config.data.path='x.jsonl' with config.data.source= | \
+  reads no files; set data.source='jsonl'
+reward.path=score.py | config.reward.path='score.py' with config.reward.name= \
+  | only verl and trl
+environment.settings={'a':1} | config.environment.settings={'a': 1} with | \
+  there is no environment
 sampler.slots=2 | sampler.slots=2 | must hold at least one group
 reward.correct=-1.0 | reward.correct=-1.0 with config.reward.incorrect=-1.0: \
   a correct

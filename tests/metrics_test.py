@@ -226,6 +226,13 @@ class TestConsoleWriter:
       f"step 2/10  {shown}  left 0:00:16  step 2.00s  generate 1.50s",
     ]
 
+  def test_the_loss_is_shown_without_rewards(self):
+    console, stream = _console()
+    console.log(1, {"policy/loss": 1.5})
+    console.log(2, {"policy/loss": 1.5, "reward/mean": 0.0})
+    first, second = stream.getvalue().splitlines()
+    assert "loss 1.500" in first and "loss" not in second
+
   def test_the_line_of_a_step_names_the_warnings_that_hold(self):
     console, stream = _console()
     console.log(1, {"health/all_wrong": 1.0, "health/ratio_explosion": 1.0})

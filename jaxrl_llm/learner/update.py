@@ -88,10 +88,11 @@ def policy_objective(
 def _check_shape(key: str, loss: Any, mask: jax.Array) -> jax.Array:
   """Refuses a user's loss that is not per token: weights would scale it."""
   if (shape := getattr(loss, "shape", None)) != mask.shape:
+    wrong = f"shape {shape}, not {mask.shape}"
+    wrong = "no field `loss`" if loss is None else wrong
     raise InputError(
-      f"config.loss.{key}: the loss has shape {shape}, not {mask.shape}; return"
-      " a value for every token, and a policy loss as `loss` of a"
-      " losses.ClippedPolicyLoss"
+      f"config.loss.{key}: the result has {wrong}; return a value for every"
+      " token, and a policy loss as `loss` of a losses.ClippedPolicyLoss"
     )
   return loss
 

@@ -30,6 +30,7 @@ _FIELDS = (
   ("ev", "value/explained_variance", ".2f"),
   ("tokens/s", "perf/tokens_per_second", ",.0f"),
 )
+_LOSS = ("loss", "policy/loss", ".3f")
 
 
 def printable(text: str, *, encoding: str = "utf-8") -> str:
@@ -175,9 +176,11 @@ class ConsoleWriter:
 
 
 def _headline(metrics: Mapping[str, float]) -> str:
+  # A policy loss is meaningful only without rewards, as in SFT.
+  fields = _FIELDS if "reward/mean" in metrics else (_LOSS, *_FIELDS)
   return "  ".join(
     f"{label} {float(metrics[name]):{form}}"
-    for label, name, form in _FIELDS
+    for label, name, form in fields
     if name in metrics
   )
 

@@ -24,6 +24,8 @@ REWARDS: dict[str, RewardFn] = {
   "trl": Trl,
 }
 
+OF_FILES = ("verl", "trl")  # Rewards that read functions of a file.
+
 # Name -> (texts, verdicts) of a group -> a reward's result for each response;
 # '' keeps the verdicts.
 GROUP_REWARDS = Table("group_reward", **{"": None})
@@ -59,7 +61,7 @@ def get_reward(name: str, path: str = "", function: str = "") -> RewardFn:
     raise InputError(
       "reward 'math_verify' needs the math extra: install jaxrl_llm[math]"
     )
-  if REWARDS[name] not in (Verl, Trl):
+  if name not in OF_FILES:
     return REWARDS[name]
   names = tuple(part.strip() for part in function.split(","))
   if not path or (name == "verl" and len(names) > 1):

@@ -6,6 +6,8 @@ makes it hang affects no other. A TRL function is called with all responses of a
 group, which it may compare.
 """
 
+import asyncio
+import concurrent.futures
 import dataclasses
 import functools
 import inspect
@@ -39,6 +41,16 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
       f" {', '.join(own) or 'the functions in it'}"
     )
   return module[name]
+
+
+def _call(fn: Callable[..., Any], **given: Any) -> Any:
+  """Calls a function; both libraries also accept `async` ones."""
+  result = fn(**given)
+  if not inspect.iscoroutine(result):
+    return result
+  # In a notebook, the main thread already runs an event loop.
+  with concurrent.futures.ThreadPoolExecutor(1) as threads:
+    return threads.submit(asyncio.run, result).result()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +94,8 @@ class Verl(_OfFile):
     (name,) = self.functions
     model = columns.get("reward_model")
     known = model if isinstance(model, Mapping) else {}
-    result = load_function(self.path, name)(
+    result = _call(
+      load_function(self.path, name),
       data_source=columns.get("data_source") or source,
       solution_str=response,
       ground_truth=known.get("ground_truth", answer),
@@ -143,7 +156,9 @@ class Trl(_OfFile):
     parts: list[dict[str, float]] = [{} for _ in response]
     for name in self.functions:
       fn = load_function(self.path, name)
-      results = fn(**arguments(fn, {"columns": batch}))
+      results = _call(fn, **arguments(fn, {"columns": batch}))
+      if hasattr(results, "tolist"):  # An array, or a tensor of torch.
+        results = results.tolist()
       if not isinstance(results, Sequence) or len(results) != len(parts):
         raise TypeError(
           f"{name} returned {str(results)[:40]!r}; return a list with a number"

@@ -100,10 +100,11 @@ class EnvironmentCalls:
     seen = environment.step(response)
     fits = isinstance(seen, Observation) and isinstance(seen.text, str)
     fits = fits and isinstance(seen.role, str) and (seen.done or seen.text)
-    if not fits:
+    if not fits or not isinstance(seen.rewards, Mapping):
       raise TypeError(
         f"step returned {repr(seen)[:80]}; return an Observation that is done"
-        " or has a text, and whose role is a text"
+        " or has a text, whose role is a text, and whose rewards are numbers by"
+        " name"
       )
     rewards = {str(k): number(x, k) for k, x in seen.rewards.items()}
     # A state that is not JSON raises here, as a failure of the environment.

@@ -7,6 +7,7 @@ those on models, estimators, losses and updates.
 from typing import Any
 
 from jaxrl_llm import config as config_lib
+from jaxrl_llm import rewards
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.prompt_source import PROMPT_SOURCES, PromptSource
 from jaxrl_llm.learner import choices
@@ -166,13 +167,23 @@ def sizes(config: Any) -> Rules:
 
 
 def unread(config: Any) -> Rules:
-  """Checks settings that the data source or the engine does not read."""
-  given = config.data.split != config_lib.KEYS["data.split"].default
+  """Checks settings that the chosen source, reward or engine does not read."""
+  split = config.data.split != config_lib.KEYS["data.split"].default
+  read = sources.reads(config.data.source)
   return [
-    (given and "split" not in sources.reads(config.data.source),
-      "data.split, data.source",
+    (config.data.path and "path" not in read, "data.path, data.source",
+      "this source reads no files; set data.source='jsonl', or leave data.path"
+      " out"),
+    (split and "split" not in read, "data.split, data.source",
       "this source has no splits; set data.path to the training files and"
       " eval.path to the evaluation files"),
+    (config.reward.path and config.reward.name not in rewards.OF_FILES,
+      "reward.path, reward.name",
+      f"only {' and '.join(rewards.OF_FILES)} read functions of a file; choose"
+      " one of them, or leave reward.path out"),
+    (config.environment.settings and not config.environment.name,
+      "environment.settings, environment.name",
+      "there is no environment; choose one, or leave the settings out"),
     (config.sampler.engine_settings and not config.sampler.engine,
       "sampler.engine_settings, sampler.engine",
       "the built-in engine has no settings; choose another engine or leave them"

@@ -49,5 +49,8 @@ class Hostile:
     self.state = {1, 2}
     return Observation("1")
 
+  def one_reward(self):
+    return Observation("1", rewards=1.0)
+
   def numbers(self):
     return Observation("1", rewards={"much": float("nan")})

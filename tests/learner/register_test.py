@@ -209,8 +209,9 @@ class TestRegister:
     aux = {"loss__auxiliary": {"own": 0.5}} if how == "auxiliary" else {}
     run = tiny_run.make_run(model, loss__name="own", **aux)
     states, responses = recipes.collect(run)
-    key = "auxiliary" if aux else "name"
-    with pytest.raises(InputError, match=f"config.loss.{key}: .* shape"):
+    key, has = "auxiliary" if aux else "name", r"shape \(\), not"
+    has = "no field `loss`" if how == "plain" else has
+    with pytest.raises(InputError, match=f"config.loss.{key}: .* has {has}"):
       recipes.update(run, states.learner, responses)
 
   def test_an_input_that_nothing_gives_is_refused(self):

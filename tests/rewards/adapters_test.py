@@ -1,5 +1,6 @@
 """Users' reward functions for verl and TRL."""
 
+import asyncio
 import contextlib
 import sys
 
@@ -26,8 +27,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
   if data_source == "bad":
     return {"reward": 1.0}
   return ground_truth["target"] == solution_str
+
+async def judge(solution_str, ground_truth, **kwargs):
+  return {"score": 0.5, "acc": solution_str == ground_truth}
 """
 TRL = """
+import asyncio
+import numpy
+
+async def judge(completions, **kwargs):
+  await asyncio.sleep(0)
+  return numpy.arange(len(completions))
+
 def length(completions, **kwargs):
   assert set(kwargs) == {"prompts", "completion_ids", "level", "answer"}
   return [len(c) for c in completions]
@@ -115,8 +126,22 @@ class TestVerl:
     assert "without a 'score'" in bad.error
     assert other == rewards.Verdict(True, value=1.0)
 
+  def test_may_be_asynchronous(self, tmp_path):
+    calls = [call("4", reward_model={"ground_truth": "4"})]
+    (found,) = verdicts(tmp_path, "verl", "judge", calls)
+    assert (found.correct, found.value) == (True, 0.5)
+
 
 class TestTrl:
+  @pytest.mark.parametrize("workers", [0, 1])
+  def test_may_be_asynchronous_and_return_an_array(self, tmp_path, workers):
+    calls = [call(text) | {"group": 0} for text in "45"]
+
+    async def notebook():  # Whose cells run inside an event loop.
+      return verdicts(tmp_path, "trl", "judge", calls, workers)
+
+    assert [v.value for v in asyncio.run(notebook())] == [0.0, 1.0]
+
   def test_functions_are_parts(self, tmp_path):
     calls = [
       call("4") | {"columns": {"prompt": "2+2?", "answer": "4", "level": 1}}

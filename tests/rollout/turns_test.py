@@ -311,7 +311,11 @@ def test_a_hostile_environment_loses_nothing(alone, how):
 
 
 @pytest.mark.parametrize(
-  "how", ["silence", "numbers", "number_as_text", "no_role", "no_json"]
+  "how",
+  [
+    *("silence", "numbers", "one_reward", "number_as_text", "no_role"),
+    "no_json",
+  ],
 )
 def test_what_is_no_observation_is_a_failure(how):
   calls = EnvironmentCalls(hostile.Hostile, {"how": how})
