@@ -88,8 +88,8 @@ def policy_objective(
 def _check_shape(key: str, loss: Any, mask: jax.Array) -> jax.Array:
   """Refuses a user's loss that is not per token: weights would scale it."""
   if (shape := getattr(loss, "shape", None)) != mask.shape:
-    wrong = f"shape {shape}, not {mask.shape}"
-    wrong = "no field `loss`" if loss is None else wrong
+    missing = loss is None
+    wrong = "no field `loss`" if missing else f"shape {shape}, not {mask.shape}"
     raise InputError(
       f"config.loss.{key}: the result has {wrong}; return a value for every"
       " token, and a policy loss as `loss` of a losses.ClippedPolicyLoss"
@@ -284,34 +284,18 @@ def _accumulate(gradient, params, sums, batch: PackedBatch, *settings):
     gradients, (totals, means, maxima) = gradient(
       params, batch.micro_batch(i), *settings
     )
-    after, norm = jax.lax.platform_dependent(
-      before, gradients, cpu=_add_on_cpu, default=_add
-    )
-    add = functools.partial(jax.tree.map, jnp.add)
+    # Compilers then add the gradients in place, and take the norm in the same
+    # pass.
+    gradients = jax.lax.optimization_barrier(gradients)
+    square = jnp.square(optax.global_norm(gradients))
     totals |= {
-      "squares": jnp.square(norm) / jnp.maximum(totals["tokens"], 1.0),
+      "squares": square / jnp.maximum(totals["tokens"], 1.0),
       "micro_batches": jnp.float32(totals["tokens"] > 0),
     }
-    return after, (
+    add = functools.partial(jax.tree.map, jnp.add)
+    return add(before, gradients), (
       *add(sums_before, [totals, means]),
       jax.tree.map(jnp.maximum, maxima_before, maxima),
     )
 
   return jax.lax.fori_loop(0, batch.packed.count, body, sums)
-
-
-def _add(before, gradients):
-  """Returns new sums, in place, and the norm of gradients, in one pass."""
-  gradients = jax.lax.optimization_barrier(gradients)
-  return jax.tree.map(jnp.add, before, gradients), optax.global_norm(gradients)
-
-
-def _add_on_cpu(before, gradients):
-  """Does the same without a second use of the gradients.
-
-  It would change how XLA's CPU compiler computes them, and thus their last
-  bits.
-  """
-  after = jax.tree.map(jnp.add, before, gradients)
-  apart = jax.lax.optimization_barrier((after, before))
-  return after, optax.global_norm(jax.tree.map(jnp.subtract, *apart))

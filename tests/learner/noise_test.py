@@ -18,20 +18,6 @@ def test_by_hand():
   assert set(map(float, alone.values())) == {0.0}
 
 
-def test_accelerators_add_and_measure_the_same():
-  draw = np.random.default_rng(0).standard_normal
-  before, gradients = (
-    {"a": np.float32(draw((3, 5))), "b": np.float32(draw(7))} for _ in range(2)
-  )
-  (sums, norm), (expected, of_difference) = (
-    jax.jit(add)(before, gradients) for add in (update._add, update._add_on_cpu)
-  )
-  chex.assert_trees_all_equal(sums, expected)
-  flat = np.concatenate([np.ravel(x) for x in gradients.values()])
-  np.testing.assert_allclose(norm, np.linalg.norm(flat), rtol=1e-6)
-  np.testing.assert_allclose(norm, of_difference, rtol=1e-5)
-
-
 @pytest.mark.parametrize(("masked", "streamed"), [((), True), ((1,), False)])
 def test_an_update_measures_it(masked, streamed):
   batch = tiny_update.make_batch("policy", micro_batch_size=2, share=False)
