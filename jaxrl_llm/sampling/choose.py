@@ -204,9 +204,9 @@ def bound(
     top_k: as in `Distribution`, in the shape of a sum.
     top_p: as in `Distribution`, in the shape of a sum.
   """
-  k = jnp.where(top_k > 0, top_k, jnp.inf)
   count = lambda t: total(lambda w: jnp.where(w >= t, 1.0, 0.0))
-  by_k = _threshold(top_k.shape, lambda t: count(t) >= k)
+  enough = lambda t: (top_k > 0) & (count(t) >= top_k)
+  by_k = _threshold(top_k.shape, enough)
   above = lambda t: total(lambda w: jnp.where(w >= t, w, 0.0))
   mass = top_p * above(by_k)
   by_p = _threshold(top_p.shape, lambda t: above(jnp.maximum(t, by_k)) >= mass)
@@ -222,7 +222,7 @@ def _threshold(shape, enough):
   """
   as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
   low = jnp.zeros(shape, jnp.int32)
-  high = low + (_BITS_OF_ONE + 1)  # enough(low) and not enough(high).
+  high = low + (_BITS_OF_ONE + 1)  # Not enough(high).
 
   def body(_, bounds):
     low, high = bounds
