@@ -21,7 +21,6 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.fleet.alarm import Alarm, slow_hosts
 from jaxrl_llm.fleet.reports import read_reports
-from jaxrl_llm.system import processes
 
 _SAMPLES = "samples"  # Subfolder of `hosts`.
 _HOLD = 4  # Consecutive samples that make a host suspect.
@@ -101,18 +100,18 @@ class HostWatch:
   # more memory than others.
   saving: Callable[[], bool] = bool
   role: str = ""  # Only processes of one role are compared.
+  # Seconds by which the first process's clock is ahead. Without them, a host
+  # whose clock is wrong would seem silent.
+  ahead_s: float = 0.0
 
   def __post_init__(self):
     self._seen = {}  # Host -> when it was last suspected.
     self._suspects, self._of_step = {}, {}
-    self._behind_s = 0.0  # Time that the first process's clock is ahead.
     self._ended = threading.Event()
 
   @contextlib.contextmanager
   def running(self) -> Iterator[None]:
-    """Samples while the context is open; all processes must enter it."""
-    # Otherwise a host whose clock is wrong would seem silent.
-    self._behind_s = processes.of_first(time.time) - time.time()
+    """Samples while the context is open."""
     thread = threading.Thread(target=self._run, daemon=True)
     thread.start()
     try:
@@ -150,7 +149,7 @@ class HostWatch:
         self._look()
 
   def _write(self, stalled: float, cpu: float) -> None:
-    row = {"time": time.time() + self._behind_s, "role": self.role}
+    row = {"time": time.time() + self.ahead_s, "role": self.role}
     row |= {"stalled": stalled, "cpu_usage": cpu}
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     row |= {_MEMORY: pages / os.sysconf("SC_PHYS_PAGES")} | _device_memory()

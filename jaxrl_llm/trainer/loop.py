@@ -189,6 +189,7 @@ def _make_logger(run, folder, saver, last_step) -> metrics.PhaseLogger:
       logger.event if processes.is_first() else None,
       saver.saving,
       role,
+      of_first(time.time) - time.time(),
     )
     logger.enter_context(watch.running())
     logger.more, logger.watchdog.suspects = watch.metrics, watch.describe

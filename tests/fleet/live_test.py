@@ -12,7 +12,6 @@ from helpers import programs
 
 from jaxrl_llm import fleet
 from jaxrl_llm.fleet import live
-from jaxrl_llm.system import processes
 
 _NOW, _EVERY_S = 1_800_000_000.0, 4.0
 
@@ -208,10 +207,9 @@ class TestHostWatch:
     # The thread has ended.
     assert file.read_bytes().count(b"\n") == len(rows)
 
-  def test_a_clock_that_is_wrong(self, tmp_path, monkeypatch):
+  def test_a_clock_that_is_wrong(self, tmp_path):
     file, now = tmp_path / "samples" / "1-vm.jsonl", time.time()
-    monkeypatch.setattr(processes, "of_first", lambda clock: clock() + 300)
-    with fleet.HostWatch(tmp_path, "1-vm", 0.05).running():
+    with fleet.HostWatch(tmp_path, "1-vm", 0.05, ahead_s=300).running():
       programs.wait_until(file.exists, "a sample")
       programs.wait_until(file.read_bytes, "its content")
     (row, *_) = map(json.loads, file.read_text().splitlines())
