@@ -303,7 +303,7 @@ class TestScript:
         (one, "--min_new_tokens=300"),
         "--min_new_tokens=300, expected a number in [0, 256]",
       ),
-      ((one, "--forbid=12"), "--forbid has '12', which "),
+      ((one, "--forbid=12"), "--forbid has '12', which is 2 tokens"),
       ((one, "--stop="), "--stop is empty"),
       ((one, "--chat"), "--prompt number 1: "),
       ((one, "--resume", "--out=-"), "--resume completes a file"),

@@ -130,8 +130,8 @@ class Tokenizer:
     for text, found in zip(texts, tokens):
       if len(found) != 1:
         raise InputError(
-          f"{name} has {text!r}, which {self.path} encodes as {len(found)}"
-          " tokens; each text must be a single token"
+          f"{name} has {text!r}, which is {len(found)} tokens of {self.path};"
+          " each text must be a single token"
         )
     return [token for (token,) in tokens]
 

@@ -101,14 +101,16 @@ class Swarm:
     return self._rows.get(question)
 
   def _lines(self, number: int) -> list[rows.Row]:
-    """Reads the files of a batch, and records their names."""
+    """Reads the new lines of a batch, and records which these are."""
     journal = self._own / f"{number:012d}.read"
     if self._read is None:  # Records of later batches are added below.
       self._own.mkdir(parents=True, exist_ok=True)
       self._read = {}
       for file in sorted(self._own.glob("*.read")):
         self._read |= {name: end for name, (_, end) in _parts(file).items()}
-    if not journal.exists():
+    if journal.exists():
+      parts = _parts(journal)
+    else:
       found = [[p] if p.is_file() else p.glob("*.jsonl") for p in self._others]
       parts = {}
       for file in sorted(set(itertools.chain(*found))):
@@ -118,7 +120,7 @@ class Swarm:
           self._read[str(file)] = end
       files.write_whole(journal, json.dumps(parts))
     found = []
-    for name, (begin, end) in _parts(journal).items():
+    for name, (begin, end) in parts.items():
       lines = pathlib.Path(name).read_bytes().split(b"\n")[:end]
       # Blank lines keep the numbers of the others, for messages.
       lines[:begin] = [b""] * begin

@@ -53,8 +53,8 @@ class Slots:
 class SamplingMetadata(NamedTuple):
   """Sampling parameters shared by all tokens of a call; arrays."""
 
-  # Data of the run's key, on the host: JAX cannot copy an array of this process
-  # to a mesh with a single device that is another process's.
+  # uint32 [2], the run's key as data on the host: JAX cannot copy an array of
+  # this process to a mesh whose only device is another process's.
   key: chex.Array
   stop_tokens: chex.Array  # int32 [n].
   states: Mapping[str, Any]  # States of logits processors by name.

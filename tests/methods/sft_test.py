@@ -246,7 +246,7 @@ class TestRun:
       ),
       ({"loss__name": "clip"}, "this loss takes a ratio; use proximal="),
       ({"off_policy__correction": "mask"}, "a correction needs a proximal pol"),
-      ({"data__order_settings": {"stop": "12"}}, "stop has '12', which "),
+      ({"data__order_settings": {"stop": "12"}}, "stop has '12', which is"),
       ({"data__order_settings": {"ends": "="}}, "the settings of 'demonstra"),
       (
         {"sampler__max_response_length": 6},
