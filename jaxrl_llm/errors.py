@@ -2,6 +2,7 @@
 
 import contextlib
 import numbers
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -40,6 +41,9 @@ def as_input_error(
   except kinds as error:
     # File system errors repeat the path, which is already in `what`.
     why = getattr(error, "strerror", None) or str(error)[:300]
+    file = getattr(error, "filename", None)
+    if isinstance(file, (str, os.PathLike)) and not os.path.isabs(file):
+      why += f", relative to {os.getcwd()}"
     raise InputError(
       f"{what} ({why or type(error).__name__}); {advice}"
     ) from error

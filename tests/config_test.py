@@ -1,5 +1,6 @@
 """Making a method's config in Python."""
 
+import re
 import sys
 
 import pytest
@@ -60,3 +61,53 @@ def test_shares_of_a_batch_are_rounded():
   assert config_lib.groups_in_flight(config) == 11  # 10 * 1.1 > 11.
   config.data.prompts_per_step = 100
   assert config_lib.replayed_groups(config) == 29  # 100 * 0.29 < 29.
+
+
+class TestPaths:
+  def test_existing_ones_become_absolute(self, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl", "a,b.jsonl", "score.py", "golden"):
+      (tmp_path / name).touch()
+    for name in ("model", "mnist", "teachers/one"):
+      (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "model" / "config.json").touch()
+    here = lambda *names: ",".join(str(tmp_path / name) for name in names)
+    expected = {
+      "data.path": ("a.jsonl,./b.jsonl", here("a.jsonl", "b.jsonl")),
+      "eval.path": ("gsm8k,*.jsonl,x", f"gsm8k,{here('*.jsonl')},x"),
+      "model.path": ("model", here("model")),
+      "value.init_from": ("org/model", "org/model"),
+      "reward.path": (here("score.py"), here("score.py")),
+      "estimator.settings": (
+        {"teachers": "model,teachers/one", "delta": 0.5, "list": ["a.jsonl"]},
+        {
+          "teachers": here("model", "teachers/one"),
+          "delta": 0.5,
+          "list": [here("a.jsonl")],
+        },
+      ),
+      # A folder without a model may have the name of something else.
+      "data.order_settings": ({"oracle": "mnist"}, {"oracle": "mnist"}),
+      "schedule.replay_from": (("later",), (here("later"),)),
+      "schedule.share_in": ("shared", here("shared")),
+      "run.plugins": (("score.py",), (here("score.py"),)),
+    }
+    config = config_lib.default_config()
+    config_lib.update(config, {key: old for key, (old, _) in expected.items()})
+    found = config_lib.with_absolute_paths(config)
+    for key, (_, after) in expected.items():
+      assert config_lib.get(found.to_dict(), key) == after, key
+    assert config.data.path == "a.jsonl,./b.jsonl"  # A copy.
+    again = config_lib.with_absolute_paths(found)
+    assert again.to_dict() == found.to_dict()
+    config.data.path = "a,b.jsonl"
+    assert config_lib.with_absolute_paths(config).data.path == here("a,b.jsonl")
+
+  def test_every_setting_that_may_hold_one_is_marked(self):
+    words = re.compile("(?i)files?|director(y|ies)|folder|workdir|keyword arg")
+    others = {"data.source", "data.template_settings"}
+    for key, entry in config_lib.KEYS.items():
+      text = isinstance(entry.default, (str, tuple, dict))
+      named = key.endswith("path") or words.search(entry.meaning)
+      if text and named and key not in others:
+        assert entry.path, key

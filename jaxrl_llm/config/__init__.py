@@ -7,7 +7,10 @@ Unknown keys are errors. `trainer.validation` checks a config; `--help_config`
 (`describe`) and docs/config.md are generated from the keys.
 """
 
+import copy
+import glob
 import math
+import os
 import pathlib
 import runpy
 import textwrap
@@ -28,6 +31,7 @@ from jaxrl_llm.config.schema import (
   IN_FLIGHT as IN_FLIGHT,
   KEPT as KEPT,
   KEYS as KEYS,
+  NEW_PATH as NEW_PATH,
   SWITCH as SWITCH,
 )
 from jaxrl_llm.errors import InputError, as_input_error
@@ -156,6 +160,44 @@ def get(config: Any, key: str):
   for name in key.split("."):
     config = config[name]
   return config
+
+
+def with_absolute_paths(config: Any) -> Any:
+  """Returns a copy of a config whose paths are absolute, also in mappings.
+
+  Relative paths are resolved against the current directory. A text that names
+  nothing that exists is unchanged: it is a name, such as gsm8k, or an error.
+  """
+  config, values = copy.deepcopy(config), config.to_dict()
+  for key in filter(lambda key: KEYS[key].path, KEYS):
+    value = get(values, key)
+    absolute = _absolute(value, KEYS[key].path == NEW_PATH)
+    if absolute != value:
+      update(config, {key: absolute})
+  return config
+
+
+def _absolute(value: Any, new: bool) -> Any:
+  """Makes paths in a value absolute; `new` ones need not exist."""
+  if isinstance(value, Mapping):
+    return {name: _absolute(one, new) for name, one in value.items()}
+  if isinstance(value, (tuple, list)):
+    return type(value)(_absolute(one, new) for one in value)
+  if not isinstance(value, str):
+    return value
+  texts = [value] if os.path.exists(value) else value.split(",")
+  return ",".join(
+    os.path.abspath(x) if x and (new or _exists(x)) else x for x in texts
+  )
+
+
+def _exists(text: str) -> bool:
+  """Returns whether a text is a path and not the name of something else."""
+  if glob.has_magic(text) and glob.glob(text):
+    return True
+  # A folder may have the name of a dataset, but not one with a config.json.
+  marks = os.path.isfile(os.path.join(text, "config.json")) or os.sep in text
+  return os.path.isfile(text) or (marks and os.path.exists(text))
 
 
 def batch_size(config: Any) -> int:

@@ -12,7 +12,9 @@ from jaxrl_llm.config.schema import (
   HELD_OUT,
   IN_FLIGHT,
   KEPT,
+  NEW_PATH,
   NUMBER,
+  PATH,
   SOME,
   SWITCH,
   Choice,
@@ -32,7 +34,7 @@ class Model(Group, path="model"):
 
   path = Key("", None, "Hugging Face directory of the policy. '' is the base"
     " model that the package ships for data.source. A run may resume with a"
-    " copy of its model; the weights of the copy are not checked.", FIXED)
+    " copy of its model; the weights of the copy are not checked.", FIXED, PATH)
   dtype = Key("float32", DTYPES,
     "Data type of activations and matrix products.", FIXED)
   sampler_dtype = Key("", DTYPE_OR_NONE,
@@ -124,7 +126,7 @@ class Value(Group, path="value"):
     "Initial critic: the pretrained critic of a run (its workdir), or a Hugging"
     " Face directory of a critic (scripts/convert.py --critic) or of another"
     " model with the policy's tokenizer, which gets a new head. '' is the"
-    " policy.")
+    " policy.", path=PATH)
 
 
 class Data(Group, path="data"):
@@ -136,7 +138,7 @@ class Data(Group, path="data"):
   path = Key("", None, "Files of 'jsonl' or 'parquet', separated by commas or"
     " as a pattern such as data/*.jsonl; gsm8k is the training set in the"
     " Hugging Face cache. A run may resume with copies of its files. With"
-    " 'tfds', NAME[:VERSION].", FIXED)
+    " 'tfds', NAME[:VERSION].", FIXED, PATH)
   split = Key("train", None,
     "Split to train on, for sources that have splits.", FIXED)
   columns = Key({}, None, "Maps question, answer, completion (the target of"
@@ -144,7 +146,7 @@ class Data(Group, path="data"):
     " 'problem', 'answer': 'info.solution'}. The column names of verl and TRL"
     " need no mapping.", FIXED)
   settings = Key({}, None,
-    "Keyword arguments of the source, such as max_ops or digits.", FIXED)
+    "Keyword arguments of the source, such as max_ops or digits.", FIXED, PATH)
   pool = Key(0, COUNT,
     "Trains only on the first N examples of the data; those of a built-in task"
     " then do not depend on run.seed. 0 uses all examples, or 1,024 of an"
@@ -159,7 +161,7 @@ class Data(Group, path="data"):
     " responses from the data.", FIXED)
   order_settings = Key({}, None,
     "Keyword arguments of the prompt source, such as explore of 'dps'; see the"
-    " docstring of the method's file.", FIXED)
+    " docstring of the method's file.", FIXED, PATH)
   template = Key("completion", Names("data.prompt_source:TEMPLATES"),
     "Template that turns a question into a prompt: the bare text, worked"
     " examples first ('few_shot'), or the model's chat template.", FIXED)
@@ -186,7 +188,8 @@ class Reward(Group, path="reward"):
   group = Key("", Names("rewards:GROUP_REWARDS"),
     "Reward that compares the responses of a group and replaces their verdicts"
     " in training; '' keeps the verdicts.")
-  path = Key("", None, "Python file with the functions of 'verl' and 'trl'.")
+  path = Key("", None, "Python file with the functions of 'verl' and 'trl'.",
+    path=PATH)
   function = Key("compute_score", None,
     "Function in reward.path; several, separated by commas, for 'trl'.")
   weights = Key({}, None,
@@ -238,7 +241,7 @@ class Environment(Group, path="environment"):
     "Environment of multi-turn responses: 'calculator' computes '7+5=' (set"
     " sampler.stop=('=',)), 'guessing_game' is a game, 'tools' runs the calls"
     " of a chat model. '' means single-turn responses.", FIXED)
-  settings = Key({}, None, "Keyword arguments of the environment.", FIXED)
+  settings = Key({}, None, "Keyword arguments of the environment.", FIXED, PATH)
   rewards = Key("end", Names("learner.choices:TOKEN_REWARDS"),
     "Token that receives the environment's rewards: the last of the response"
     " ('end') or of each turn ('turns').", FIXED)
@@ -260,7 +263,8 @@ class Sampler(Group, path="sampler"):
   engine = Key("", Names("rollout.engine:ENGINES"),
     "Sampling engine: '' is the built-in one; plugins can register others.",
     FIXED)
-  engine_settings = Key({}, None, "Keyword arguments of a registered engine.")
+  engine_settings = Key({}, None, "Keyword arguments of a registered engine.",
+    path=PATH)
   slots = Key(0, Range(0, 1e6), "Responses decoded concurrently: the rows of a"
     " decode batch. 0 is the number of responses in flight.")
   kv_pages = Key(0, Range(0, 1e7), "Pages of the KV cache on all devices of the"
@@ -355,10 +359,11 @@ class Schedule(Group, path="schedule"):
     " most the fraction schedule.replay of the groups.", FIXED)
   replay_from = Key((), None, "Sources of other policies' responses for the"
     " replay store, read as they appear: JSONL files of generate.py with"
-    " questions of the training data, and schedule.share_in of other runs.")
+    " questions of the training data, and schedule.share_in of other runs.",
+    path=NEW_PATH)
   share_in = Key("", None, "Folder to which only this run writes: its judged"
     " responses, for schedule.replay_from of other runs, and a record of the"
-    " files that it has read. '' neither shares nor reads.", SWITCH)
+    " files that it has read. '' neither shares nor reads.", SWITCH, NEW_PATH)
   streaming = Key(False, None, "Accumulates the gradients of each group as it"
     " completes and updates after the last one (periodic asynchrony). Needs"
     " lag=0, one mini-batch and a method without statistics of the whole"

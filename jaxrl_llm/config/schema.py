@@ -67,6 +67,11 @@ KEPT = "kept"
 # Cannot change if the source has no splits: other rows would be held out.
 HELD_OUT = "held out"
 
+# Settings that hold paths, which a run stores as absolute ones: resuming must
+# not depend on the current directory. See `config.with_absolute_paths`.
+PATH = "path"  # Texts that name nothing that exists are names, such as gsm8k.
+NEW_PATH = "new path"  # Files that may appear later.
+
 
 class Key(NamedTuple):
   """A setting of the table."""
@@ -75,6 +80,7 @@ class Key(NamedTuple):
   allowed: Range | Names | Choice | None  # None: any value of its type.
   meaning: str
   resume: str = ""  # Restriction on resume, see above; '' is none.
+  path: str = ""  # Kind of path, see above; '' is none.
 
 
 KEYS: dict[str, Key] = {}  # By dotted path.

@@ -8,6 +8,7 @@ from jaxrl_llm.config.schema import (
   FIXED,
   HELD_OUT,
   NUMBER,
+  PATH,
   SHARE,
   SOME,
   SWITCH,
@@ -65,7 +66,7 @@ class Estimator(Group, path="estimator"):
     " 'scale' to std 1 only.")
   settings = Key({}, None, "Keyword arguments of a registered estimator, mask"
     " or input; {'teachers': DIR} for 'distillation', {'parts': {NAME: WEIGHT}}"
-    " for 'gdpo', {'segment_probability': 0.2} for 'segments'.")
+    " for 'gdpo', {'segment_probability': 0.2} for 'segments'.", path=PATH)
 
 
 class Loss(Group, path="loss"):
@@ -110,7 +111,7 @@ class Loss(Group, path="loss"):
   settings = Key({}, None, "Keyword arguments of a registered loss, auxiliary"
     " loss or input; delta for 'dppo_tv' (0.2), 'dppo_kl', 'kpop' (0.05) and"
     " 'clip_off_policy_mask' (0.5), cap for 'dppo_tv' and 'dppo_kl' (20),"
-    " tau_pos and tau_neg for 'sapo_gate' (1 and 1.05).")
+    " tau_pos and tau_neg for 'sapo_gate' (1 and 1.05).", path=PATH)
   hapo_sign = Key("intended", Names("estimators.entropy:SIGNS"),
     "Sign of HAPO's entropy code at low entropy: 'intended' as in the paper,"
     " 'released' as in the authors' code.")
@@ -218,7 +219,7 @@ class Eval(Group, path="eval"):
     "Evaluation sets, separated by commas: files, 'tfds:NAME', a source such as"
     " chain_sum, or gsm8k, math500, aime24, aime25, amc23, minerva or"
     " olympiadbench in the Hugging Face cache. Each has its own metrics,"
-    " eval/NAME/*.", HELD_OUT)
+    " eval/NAME/*.", HELD_OUT, PATH)
   on_overlap = Key("warn", Choice(("warn", "drop")), "Treatment of problems"
     " whose question, up to whitespace, is also in the training data: 'warn'"
     " counts them at the start, 'drop' leaves them out of the evaluation.")
@@ -254,7 +255,8 @@ class Run(Group, path="run"):
     "Number of responses to log in such a step, drawn at random; 0 logs all.")
   method = Key("", None, "METHOD[:PRESET]; set by train.py --config.")
   plugins = Key((), None,
-    "Python files that register custom parts; set by train.py --plugin.")
+    "Python files that register custom parts; set by train.py --plugin.",
+    path=PATH)
   trackers = Key(("tensorboard",), Names("metrics.trackers:TRACKERS"),
     "Experiment trackers. The project name comes from WANDB_PROJECT ('wandb')"
     " or TRACKIO_PROJECT ('trackio'), else it is 'jaxrl_llm'.")

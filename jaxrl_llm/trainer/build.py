@@ -45,6 +45,7 @@ def make_run(config: Any) -> Run:
     InputError: The config, the model's files or the data cannot be used.
   """
   validation.validate(config)
+  config = config_lib.with_absolute_paths(config)
   both = meshes.make_meshes(config)
   path = base_models.model_path(config)
   model_config = hf.read_config(path)

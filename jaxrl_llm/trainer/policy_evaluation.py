@@ -50,6 +50,8 @@ def make_config(
   config.eval.pass_k, config.checkpoint.best = (), ""
   if datasets:
     config_lib.update(config, {"eval.path": datasets})
+    config = config_lib.with_absolute_paths(config)
+    datasets = config.eval.path
     data, files = config.data, config.data.source in sources.FILES
     config.eval.source = "" if files else "jsonl"
     reads = data.template == "few_shot" or config.eval.on_overlap == "drop"

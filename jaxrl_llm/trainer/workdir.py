@@ -128,7 +128,11 @@ class Workdir:
     """
     if not reading.steps(self.path):
       return {}
-    changes = reading.differences(reading.read_config(self.path), config)
+    old = reading.read_config(self.path)
+    changes = reading.differences(old, config)
+    # Earlier versions stored relative paths; the same ones are no change.
+    old = config_lib.with_absolute_paths(old)
+    moved = changes.keys() - reading.differences(old, config).keys()
     fixed = {config_lib.FIXED}
     if config.schedule.window or config.schedule.stop != "all":
       fixed.add(config_lib.IN_FLIGHT)
@@ -136,7 +140,7 @@ class Workdir:
       fixed.add(config_lib.KEPT)
     if "split" not in sources.reads(config.data.source):
       fixed.add(config_lib.HELD_OUT)
-    refused, base, moved = {}, base_models.model_path(config), set()
+    refused, base = {}, base_models.model_path(config)
     if hf.has_settings(base, self.path / reading.MODEL):
       moved.add("model.path")
     if config.data.source in sources.FILES:
