@@ -50,7 +50,8 @@ def choose(
   Args:
     uniform: float32 [S] in [0, 1), one number per slot.
     distribution: logits and settings of the slots.
-    given: int32 [S], tokens to use instead of drawing; -1 draws a token.
+    given: int32 [S], tokens to use instead of drawing; -1 draws a token. The
+      log-prob of one that the filters remove is -inf.
     sharding: sharding of slots; None: one device. Devices that share the
       vocabulary of a slot's logits exchange them, so that each has all logits
       of some slots.
@@ -117,12 +118,16 @@ def _choose(logits, uniform, given, temperature, top_k, top_p, min_p):
   # Subtract the maximum before a tiny temperature can make it overflow.
   below = logits - jnp.max(logits, axis=-1, keepdims=True)
   weights = jnp.exp(below / scale)
-  weights = jax.lax.platform_dependent(
+  weights, least = jax.lax.platform_dependent(
     *(weights, top_k, top_p, min_p), cuda=_filter_on_gpu, default=_filter
   )
   tokens = jnp.where(given >= 0, given, _invert_cdf(uniform, weights))
-  kept = jnp.take_along_axis(weights, tokens[:, None], axis=-1)[:, 0]
-  logprobs = jnp.log(kept) - jnp.log(jnp.sum(weights, axis=-1))
+  pick = lambda x: jnp.take_along_axis(x, tokens[:, None], axis=-1)
+  weight = pick(weights)
+  # The weight of a given token may underflow without being filtered out.
+  underflows = (least <= 0) & (weight < jnp.finfo(weight.dtype).tiny)
+  log_weight = jnp.where(underflows, pick(below) / scale, jnp.log(weight))
+  logprobs = log_weight[:, 0] - jnp.log(jnp.sum(weights, axis=-1))
   return Choice(tokens, jnp.where(greedy, 0.0, logprobs))
 
 
@@ -172,11 +177,14 @@ def _first_above(ends, weights, target):
 
 
 def _filter(weights, top_k, top_p, min_p):
+  """Returns the weights, 0 where removed, and the smallest kept, [S, 1]."""
   total = lambda of: jnp.sum(of(weights), axis=-1, keepdims=True)
   settings = top_k[:, None], top_p[:, None]
   keep = lambda: _keep(weights, bound(total, *settings), min_p)
   filtered = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
-  return jax.lax.cond(filtered, keep, lambda: weights)
+  return jax.lax.cond(
+    filtered, keep, lambda: (weights, jnp.zeros_like(weights[:, :1]))
+  )
 
 
 def _filter_on_gpu(weights, top_k, top_p, min_p):
@@ -189,7 +197,7 @@ def _filter_on_gpu(weights, top_k, top_p, min_p):
 
 def _keep(weights, least, min_p):
   least = jnp.maximum(least, min_p[:, None])  # The maximum is 1.
-  return jnp.where(weights >= least, weights, 0.0)
+  return jnp.where(weights >= least, weights, 0.0), least
 
 
 def bound(

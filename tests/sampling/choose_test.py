@@ -280,6 +280,29 @@ class TestGiven:
     again = choose(uniform, distribution, given=drawn.tokens)
     jax.tree.map(np.testing.assert_array_equal, again, drawn)
 
+  @pytest.mark.parametrize("temperature", [1.0, 0.1, 0.003])
+  def test_are_finite_however_improbable(self, temperature):
+    # Weights from 1 to far below the smallest float, also subnormal ones.
+    logits = np.float32([[0, *-temperature * np.arange(1, 400, 3.0)]])
+    slots = logits.shape[1]
+    given = np.arange(slots, dtype=np.int32)
+    rows = np.repeat(logits, slots, axis=0)
+    # A filter of one slot removes nothing from the others.
+    top_k = np.where(given, 0, 2)
+    law = _distribution(rows, {"temperature": temperature, "top_k": top_k})
+    for laws in (law, law._replace(top_k=np.zeros(slots, np.int32))):
+      got = _choose(np.full(slots, 0.5, np.float32), laws, given=given)
+      scaled = rows[0].astype(float) / np.float32(temperature)
+      wanted = scaled - np.log(np.exp(scaled).sum())
+      np.testing.assert_allclose(got.logprobs[1:], wanted[1:], rtol=1e-5)
+
+  def test_are_impossible_where_a_filter_removes_them(self):
+    rows = np.repeat(np.float32([[0, -1, -2, -200]]), 4, axis=0)
+    law = _distribution(rows, {"top_k": [2, 0, 0, 0], "top_p": [1, 0.9, 1, 1]})
+    given = np.int32([2, 3, 3, 0])
+    got = _choose(np.full(4, 0.5, np.float32), law, given=given).logprobs
+    np.testing.assert_array_equal(np.isfinite(got), [False, False, True, True])
+
 
 class TestMesh:
   """Devices that share a vocabulary choose the same tokens as one device."""
