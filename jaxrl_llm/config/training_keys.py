@@ -94,7 +94,8 @@ class Loss(Group, path="loss"):
   kl_coefficient = Key(0.0, NUMBER,
     "Coefficient of the KL loss to the initial policy.", SWITCH)
   kl = Key("k3", Names("learner.choices:KL_ESTIMATES"),
-    "Estimator of the KL loss. 'k1+' and 'k3+' have the gradient of 'k2';"
+    "Estimator of the KL loss. 'k1+' and 'k3+' have the gradient of 'k2'; that"
+    " of 'k1' is 0 on average, so it is refused here;"
     " 'unbiased' (DeepSeek-V3.2) is k3 times the ratio to the sampler.")
   kl_reward_coefficient = Key(0.0, NUMBER,
     "Coefficient of the KL penalty ('k1') in the token rewards.", SWITCH)

@@ -82,7 +82,10 @@ _EXCLUDED = (
      "sampler.entropy_tau",
      "schedule.lag",  # No token is from the newest weights.
      "schedule.streaming",  # The engine is busy.
-     "off_policy.keep_weights"),  # Kept weights are scored in packed rows.
+     "off_policy.keep_weights",  # Kept weights are scored in packed rows.
+     # An update would drop choices, or round less than the sampler.
+     "model.expert_capacity", "model.sampler_dtype", "model.cache_dtype",
+     "model.sampler_matmul"),
     "the log-probs of sampler and trainer would not be equal; use"
     " sampler.exact=False or {key}={value!r}"),
 )
@@ -152,6 +155,12 @@ def sizes(config: Any) -> Rules:
       f"optimizer.{role}.mini_batch, optimizer.{role}.updates_per_step",
       "both set the size of an update; use mini_batch=0 or updates_per_step=1")
       for role in ("policy", "value")),
+    *((config.run.steps * config.optimizer[role].epochs * batch
+        >= 2**31 * config_lib.mini_batch(config, role),
+      f"run.steps, optimizer.{role}.epochs, optimizer.{role}.mini_batch,"
+      f" optimizer.{role}.updates_per_step",
+      "a run must have fewer than 2^31 updates; lower run.steps")
+      for role in (("policy", "value") if has_critic(config) else ("policy",))),
     (0 < slots < max(config.data.group_size, config.eval.samples),
       "sampler.slots, data.group_size, eval.samples",
       "raise sampler.slots: the slots must hold at least one group"),

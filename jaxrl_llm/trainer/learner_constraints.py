@@ -226,6 +226,9 @@ def losses(config: Any) -> Rules:
     (loss.kl_coefficient and loss.kl_reward_coefficient,
       "loss.kl_coefficient, loss.kl_reward_coefficient",
       "use the KL as a loss or in the reward; set one of them to 0"),
+    (loss.kl == "k1", "loss.kl",
+      "the expected gradient of 'k1' is 0, so as a loss it regularizes nothing;"
+      " use 'k1+', which has its value, or loss.kl_reward_coefficient"),
     (loss.dual_clip and "dual_clip" not in read,
       "loss.dual_clip, loss.name",
       "this loss has no dual clip; use dual_clip=None, or 'clip' or 'hapo'"),

@@ -31,11 +31,12 @@ _SETTINGS = {
 _VALUES = {
   "data.max_prompt_length": [10**9],
   "estimator.settings": [None],
+  "loss.kl": ["k1"],  # Its expected gradient is 0.
   "eval.pass_k": [("1",), (1.5,), None],
   "mesh.data": [0, 10**6],
   "optimizer.policy.mini_batch": [33],
   "optimizer.policy.updates_per_step": [2],
-  "run.steps": [None],
+  "run.steps": [None, 2**40],
   "sampler.max_response_length": [10**9],
 }
 

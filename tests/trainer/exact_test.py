@@ -113,6 +113,10 @@ def test_a_run_stops_at_a_difference(model, tmp_path):
     {"sampler__entropy_tau": 0.5},
     {"schedule__lag": 1},
     {"schedule__streaming": True, "loss__nll_coefficient": 0.0},
+    {"model__expert_capacity": 2.0},
+    {"model__sampler_dtype": "bfloat16"},
+    {"model__cache_dtype": "float8_e4m3fn"},
+    {"model__sampler_matmul": "int8"},
   ],
 )
 def test_refuses_what_cannot_be_exact(model, changes):
