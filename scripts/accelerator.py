@@ -232,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
   # A separate process queries the device, so that this one does not hold it.
   found = "import json, jax; d = jax.devices()[0];"
   found += "print(json.dumps({'platform': d.platform, 'kind': d.device_kind}))"
-  asked = [sys.executable, "-c", found]
+  asked = [sys.executable, "-P", "-c", found]
   try:
     device = peers.run_program(asked, timeout_s=options.seconds)
   except InputError as error:

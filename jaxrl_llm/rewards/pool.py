@@ -1,25 +1,20 @@
 """Runs rewards and environments in worker processes that can be killed.
 
-A worker imports a function once and forks a child for every call. The child is
-killed with all its descendants, so that a response that runs code can affect
-neither later verdicts nor their timing.
+A worker imports a function once and forks a child for every call. The child has
+limits and is killed with all its descendants, so that a response that runs code
+can affect neither later verdicts nor their timing.
 """
 
 import base64
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import gc
 import json
 import math
 import os
-import pathlib
 import pickle
 import queue
-import resource
-import select
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +31,10 @@ from jaxrl_llm.rewards.verdict import (
   as_verdict,
   failure,
 )
-from jaxrl_llm.system.workers import LONGEST_ANSWER, Worker, channels
+from jaxrl_llm.system import contained
+from jaxrl_llm.system.workers import Worker, channels, current_folder
 
-_MEMORY_BYTES = 4 * 2**30  # Address space of a call.
 _GRACE_S = 5.0  # Time for a worker to end an overdue call.
-# Options of prctl(2).
-_DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
 
 
 class CallPool:
@@ -98,7 +91,8 @@ class CallPool:
   def start(self) -> None:
     """Starts missing workers."""
     while self._idle.qsize() < self._workers:
-      self._idle.put(Worker(serve, self._pickled))
+      path = json.dumps(current_folder())  # It may have the user's modules.
+      self._idle.put(Worker(serve, self._pickled, path))
 
   def close(self) -> None:
     """Ends the workers."""
@@ -243,85 +237,40 @@ def _pickled(fn: Callable[..., Any]) -> str:
     return base64.b64encode(pickle.dumps(fn)).decode()
 
 
-def serve(pickled: str) -> None:
-  """Serves calls in a worker: one JSON line in, one JSON line out."""
+def serve(pickled: str, path: str) -> None:
+  """Serves calls in a worker: one JSON line in, one JSON line out.
+
+  Args:
+    pickled: the function, see `_pickled`.
+    path: entries of `sys.path` for the user's modules, as JSON.
+  """
   calls, answers = channels()
-  prctl = ctypes.CDLL(None).prctl
-  prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
+  sys.path += json.loads(path)
   fn = pickle.loads(base64.b64decode(pickled))
   getattr(_inner(fn), "prepare", lambda: None)()
-  kept = _children()  # Started by imported modules.
+  kept = contained.adopt_orphans()  # Started by imported modules.
   gc.freeze()  # A garbage collection in a child would copy all memory pages.
-  resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
   print("started", file=answers, flush=True)
   for line in calls:
     deadline_s, given = json.loads(line)
-    mark, (read, write) = os.urandom(16).hex(), os.pipe()
-    child = os.fork()
-    if not child:
-      try:
-        prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-        for channel in (calls.fileno(), answers.fileno(), read):
-          os.close(channel)
-        with os.fdopen(write, "w") as file:
-          file.write(f"{mark}{json.dumps(_answer(fn, given))}\n")
-      finally:
-        os._exit(0)
-    os.close(write)
-    try:
-      said, why = _listen(read, calls.fileno(), deadline_s)
-    finally:
-      _end(child, kept)
-    with contextlib.suppress(BlockingIOError):
-      said += os.read(read, 1)  # Nothing may follow the line.
-    os.close(read)
-    text = json.dumps([None, why])
+    mark = os.urandom(16).hex()
+
+    def answer(write: int, mark=mark, given=given) -> None:
+      with os.fdopen(write, "w") as file:
+        file.write(f"{mark}{json.dumps(_answer(fn, given))}\n")
+
+    said, why = contained.call(
+      answer,
+      deadline_s,
+      caller=calls.fileno(),
+      private=[answers.fileno()],
+      kept=kept,
+    )
+    text = json.dumps([None, why or "crash"])
+    # Nothing may follow the line.
     if said.startswith(mark.encode()) and said.find(b"\n") == len(said) - 1:
       text = said[len(mark) : -1].decode(errors="replace")
     print(text, file=answers, flush=True)
-
-
-def _listen(read: int, calls: int, deadline_s: float) -> tuple[bytearray, str]:
-  """Reads the first line of a call's output.
-
-  Exits the worker if its parent process has died.
-
-  Returns:
-    The output so far, and the error to report if it is not a complete line.
-  """
-  said, end = bytearray(), time.monotonic() + deadline_s
-  os.set_blocking(read, False)
-  while not said.endswith(b"\n") and len(said) < LONGEST_ANSWER:
-    left = max(0.0, end - time.monotonic())
-    ready, _, _ = select.select([read, calls], [], [], left)
-    if calls in ready:
-      sys.exit()
-    if not ready:
-      return said, "timeout"
-    part = os.read(read, 2**16)
-    if not part:
-      break
-    said += part
-  return said, "crash"
-
-
-def _end(child: int, kept: set[int]) -> None:
-  """Kills a child and its descendants, which are reparented to the worker."""
-  left = {child}
-  while left:
-    for pid in left:
-      os.kill(pid, signal.SIGKILL)
-    for pid in left:
-      os.waitpid(pid, 0)
-    left = _children() - kept
-
-
-def _children() -> set[int]:
-  """Returns the children of this process; empty if /proc does not list them."""
-  with contextlib.suppress(FileNotFoundError):
-    file = pathlib.Path("/proc/self/task", str(os.getpid()), "children")
-    return set(map(int, file.read_text().split()))
-  return set()
 
 
 def _answer(

@@ -5,11 +5,11 @@ a name and arguments between `<tool_call>` and `</tool_call>`, and gets a reply
 to each. If a call fails, the model gets the error as one line.
 """
 
+import functools
 import inspect
 import json
+import os
 import re
-import subprocess
-import sys
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,9 +17,12 @@ from typing import Any
 from jaxrl_llm.data.tasks import Example
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.environments import Observation
+from jaxrl_llm.system import contained
+from jaxrl_llm.system.workers import Worker
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _PYTHON_S = 5.0  # Time limit of a program, in seconds.
+_GRACE_S = 5.0  # Time to end an overdue program.
 _TYPES = {
   str: "string",
   int: "integer",
@@ -107,20 +110,30 @@ def call(tools: dict[str, Callable[..., Any]], text: str) -> str:
 def python(code: str) -> str:
   """Runs a Python program and returns what it prints.
 
-  Programs that run too long are stopped, and the model gets the error. Unsafe:
-  programs have all permissions of the training process. Train in a container.
+  Programs that exceed a limit (5 seconds, 4 GiB, 512 processes or 1 MiB of
+  output) are stopped, with all processes that they have started. Their current
+  folder is deleted. Unsafe: programs have all permissions of the training
+  process. Train in a container.
 
   Args:
     code: the program, which prints its result.
   """
-  done = subprocess.run(
-    [sys.executable, "-I", "-c", code],
-    stdin=subprocess.DEVNULL,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    timeout=_PYTHON_S,
-  )
-  return done.stdout.decode(errors="replace") or "(it printed nothing)"
+  job = json.dumps([code, _PYTHON_S])
+  printed, error = _programs(os.getpid()).ask(job, _PYTHON_S + _GRACE_S)
+  if error == "timeout":
+    raise TimeoutError(f"the program ran for more than {_PYTHON_S} s")
+  if error:
+    raise RuntimeError(
+      "it has started too many processes, or killed its parent"
+    )
+  return printed or "(it printed nothing)"
+
+
+@functools.cache
+def _programs(process: int) -> Worker:
+  """Returns the worker of this process, not one that a fork has inherited."""
+  del process
+  return Worker(contained.serve_programs)
 
 
 class Tools:

@@ -35,6 +35,7 @@ from jax._src import distributed  # Its client has no public API.
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError, TrainingStopped
+from jaxrl_llm.system import workers
 
 T = TypeVar("T")
 _patience_s = 0  # Set by `connect`.
@@ -102,8 +103,9 @@ class _Service:
 
   def __init__(self, *args: Any, **settings: Any):
     given = distributed._jax.__name__, args, settings, 2 * _patience_s
-    self._process = subprocess.Popen(
-      [sys.executable, "-c", _SERVE, json.dumps(given)],
+    self._process = workers.start(
+      _SERVE,
+      json.dumps(given),
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=subprocess.DEVNULL,  # Says that clients leave.

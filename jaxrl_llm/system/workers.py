@@ -1,22 +1,71 @@
 """Worker processes: fresh interpreters that answer lines and can be killed.
 
-They do not import the caller's main module and share no state with it. The
-death of a worker is reported as an ordinary result.
+They do not import the caller's main module and share no state with it, and find
+no module in the current folder, which may contain anything. The death of a
+worker is reported as an ordinary result.
 """
 
 import contextlib
 import json
 import os
+import pathlib
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, TextIO
 
 LONGEST_ANSWER = 2**24  # Bytes; longer answers end the worker.
 _START_DEADLINE_S = 120.0  # Imports on a busy machine.
+_PACKAGE = pathlib.Path(__file__).parents[1]
+
+# The package is imported by its location, as its folder may be the current one.
+_PREPARE = """
+import importlib.util, json, os, sys
+package, sys.path[:], variable, sys.argv[1:] = json.loads(sys.argv[1])
+if variable is not None:
+  os.environ["PYTHONPATH"] = variable  # For the programs of users.
+name = os.path.basename(package)
+spec = importlib.util.spec_from_file_location(name, package + "/__init__.py")
+sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[name])
+"""
+
+
+def start(
+  code: str, *arguments: str, variables: Mapping[str, str] = {}, **how: Any
+) -> subprocess.Popen:
+  """Starts Python code that imports nothing from the current folder.
+
+  Args:
+    code: a program that may import `jaxrl_llm`.
+    *arguments: its arguments, in `sys.argv`.
+    variables: additional environment variables.
+    **how: further arguments of Popen.
+  """
+  here, variables = current_folder(), {**os.environ, **variables}
+  variable = variables.pop("PYTHONPATH", None)  # The interpreter would use it.
+  paths = [path for path in sys.path if path not in here]
+  given = json.dumps([str(_PACKAGE), paths, variable, arguments])
+  command = [sys.executable, "-P", "-c", _PREPARE + code, given]
+  return subprocess.Popen(command, env=variables, **how)
+
+
+def current_folder() -> list[str]:
+  """Returns the entries of `sys.path` that are the current folder."""
+  installed = sysconfig.get_paths().values()
+  found = []
+  for path in sys.path:
+    with contextlib.suppress(OSError):  # Such as an archive that is missing.
+      if not path or (path not in installed and os.path.samefile(path, ".")):
+        found.append(path)
+  return found
 
 
 class Worker:
@@ -30,18 +79,20 @@ class Worker:
         `channels`, and writes a line when it is ready.
       *arguments: arguments of the function.
     """
-    boot = (
-      "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-      f" from {serve.__module__} import {serve.__name__} as serve;"
-      " serve(*sys.argv[2:])"
+    self._code = (
+      f"from {serve.__module__} import {serve.__name__} as serve\n"
+      "try: serve(*sys.argv[1:])\n"
+      "except BrokenPipeError: os._exit(0)"  # The caller has ended.
     )
-    self._command = [sys.executable, "-c", boot, json.dumps(sys.path)]
-    self._command += arguments
+    self._arguments, self._asking = arguments, threading.Lock()
+    self._mark = f"JAXRL_WORKER_{uuid.uuid4().hex}"
     self._start()
 
   def _start(self) -> None:
-    self._process = subprocess.Popen(
-      self._command,
+    self._process = start(
+      self._code,
+      *self._arguments,
+      variables={self._mark: ""},  # Inherited by all its descendants.
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       start_new_session=True,  # Killed with all its children; no Ctrl-C.
@@ -64,6 +115,10 @@ class Worker:
     Raises:
       RuntimeError: The process does not start.
     """
+    with self._asking:
+      return self._ask(line, deadline_s)
+
+  def _ask(self, line: str, deadline_s: float) -> tuple[Any, str | None]:
     if not self.started():  # Something killed it while it was idle.
       self.close()
       self._start()
@@ -100,12 +155,26 @@ class Worker:
       os.killpg(self._process.pid, signal.SIGKILL)
 
   def close(self) -> None:
-    """Ends the process and all its children."""
+    """Ends the process and all its descendants."""
     self._kill()
     with contextlib.suppress(BrokenPipeError):
       self._process.stdin.close()
     self._process.stdout.close()
     self._process.wait()
+    self._end_rest()
+
+  def _end_rest(self) -> None:
+    """Ends descendants that are in other process groups.
+
+    The process ends those itself, unless they have stopped or killed it.
+    """
+    for file in pathlib.Path("/proc").glob("[0-9]*/environ"):
+      with contextlib.suppress(OSError):  # It has ended, or another user's.
+        if self._mark.encode() in file.read_bytes():
+          os.kill(int(file.parent.name), signal.SIGKILL)
+    temporary = pathlib.Path(tempfile.gettempdir())
+    for folder in temporary.glob(f"jaxrl-{self._process.pid}-*"):
+      shutil.rmtree(folder, ignore_errors=True)
 
 
 def channels() -> tuple[BinaryIO, TextIO]:

@@ -118,7 +118,7 @@ class TestCall:
 def test_a_program_without_an_end_is_told_to_the_model(monkeypatch):
   monkeypatch.setattr(tools, "_PYTHON_S", 0.01)
   said = tools.call(TOOLS, ask("python", code="while True: pass"))
-  assert said.startswith("error: TimeoutExpired")
+  assert said.startswith("error: TimeoutError: the program ran for more")
 
 
 class TestTools:

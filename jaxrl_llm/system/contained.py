@@ -1,0 +1,243 @@
+"""Runs calls in child processes with limits, which leave nothing behind.
+
+For worker processes, which have one thread: they fork a child for every call,
+and adopt the descendants of a child that outlive their parents, so that these
+can be found and killed even if they have left its process group and session.
+"""
+
+import contextlib
+import ctypes
+import functools
+import json
+import math
+import os
+import pathlib
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator
+
+from jaxrl_llm.system.workers import LONGEST_ANSWER, channels
+
+# Limits of a call. Each process has its own limits of memory and CPU time.
+_MEMORY_BYTES = 4 * 2**30  # Address space.
+_FILE_BYTES = 4 * 2**30  # Size of a file.
+_PROCESSES = 512  # With their threads.
+_PRINTED_BYTES = 2**16  # Printed text that is passed on.
+_PROGRAM_BYTES = 2**20  # Printed by a program.
+
+_COUNT_EVERY_S = 0.25  # Between counts of the processes of a call.
+# Options of prctl(2).
+_DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
+
+
+def limit(**most: int) -> None:
+  """Lowers limits of this process and its descendants, and raises none.
+
+  Args:
+    **most: values of resource limits by name, such as AS and CPU.
+  """
+  for name, value in most.items():
+    kind = getattr(resource, f"RLIMIT_{name}")
+    # No limit is -1.
+    lowest = min(value, *resource.getrlimit(kind), key=lambda x: x % 2**64)
+    resource.setrlimit(kind, (lowest, lowest))
+
+
+def adopt_orphans() -> set[int]:
+  """Makes this process adopt its orphaned descendants, and returns them all.
+
+  These, such as processes started by imported modules, outlive the calls.
+  """
+  ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
+  return _descendants(set())
+
+
+def call(
+  function: Callable[[int], None],
+  deadline_s: float,
+  *,
+  caller: int,
+  private: Collection[int] = (),
+  kept: Collection[int] = (),
+  most: int = LONGEST_ANSWER,
+) -> tuple[bytes, str]:
+  """Calls a function in a child process, then ends all of its descendants.
+
+  Temporary files of the child are deleted. Exits this process if its caller has
+  died.
+
+  Args:
+    function: writes its output to the file descriptor that it gets.
+    deadline_s: time limit, in seconds.
+    caller: file descriptor that ends with the process that wants the output.
+    private: other file descriptors that the child must not have.
+    kept: processes that are not ended, see `adopt_orphans`.
+    most: bytes of output after which the child is ended.
+
+  Returns:
+    (output, ''), or (b'', 'timeout') or (b'', 'crash') if the child took too
+    long or had too many processes.
+  """
+  with contextlib.ExitStack() as stack:
+    folder = stack.enter_context(_temporary_folder())
+    (read, write), (said, say) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+      try:
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        for channel in (caller, *private, read, said):
+          os.close(channel)
+        os.dup2(say, 1)
+        os.dup2(say, 2)
+        os.close(say)
+        if folder:
+          os.environ["TMPDIR"] = tempfile.tempdir = folder
+        _limit_call(deadline_s)
+        function(write)
+      finally:
+        os._exit(0)
+    for channel in (read, said, say):  # Open here, `said` has no end.
+      stack.callback(os.close, channel)
+    stack.callback(_end, child, {*kept})
+    os.close(write)
+    output, printed = bytearray(), 0
+    end = time.monotonic() + deadline_s
+    count_at = time.monotonic() + _COUNT_EVERY_S
+    while len(output) < most:
+      now = time.monotonic()
+      if now >= end:
+        return b"", "timeout"
+      if now >= count_at:
+        count_at = now + _COUNT_EVERY_S
+        if len(_descendants(kept)) > _PROCESSES:
+          return b"", "crash"
+      ready = _ready(min(end, count_at) - now, read, said, caller)
+      if caller in ready:
+        sys.exit()
+      if said in ready:
+        printed += _pass_on(said, printed)
+      if read in ready:
+        part = os.read(read, 2**16)
+        if not part:
+          break
+        output += part
+      elif not ready and _has_ended(child):
+        break  # Other processes have not closed the output.
+    while printed < _PRINTED_BYTES and _ready(0, said):
+      printed += _pass_on(said, printed)
+    return bytes(output), ""
+
+
+def _ready(wait_s: float, *streams: int) -> list[int]:
+  """Waits until file descriptors can be read, and returns these."""
+  return select.select(streams, [], [], wait_s)[0]
+
+
+def _pass_on(said: int, printed: int) -> int:
+  """Reads printed text, writes it to standard error and returns its length."""
+  # Not more than a pipe that is ready accepts without blocking.
+  part = os.read(said, select.PIPE_BUF)
+  if printed < _PRINTED_BYTES and select.select([], [2], [], 0)[1]:
+    with contextlib.suppress(OSError):
+      os.write(2, part)
+  return len(part)
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[str]:
+  """Yields a folder that is deleted; '' if none can be made."""
+  folder = ""
+  with contextlib.suppress(OSError):  # Such as a full disk.
+    folder = tempfile.mkdtemp(prefix=f"jaxrl-{os.getpid()}-")
+  try:
+    yield folder
+  finally:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _limit_call(deadline_s: float) -> None:
+  """Limits this process, a call, and its descendants."""
+  seconds = math.ceil(min(deadline_s, 1e6)) * (os.cpu_count() or 1) + 1
+  limit(AS=_MEMORY_BYTES, FSIZE=_FILE_BYTES, CORE=0, CPU=seconds)
+  with contextlib.suppress(OSError, ValueError):
+    # The system counts all threads of a user; there are at most that many.
+    threads = pathlib.Path("/proc/loadavg").read_text().split()[3]
+    limit(NPROC=int(threads.partition("/")[2]) + _PROCESSES)
+  with contextlib.suppress(OSError):
+    # If memory runs out, the system ends them and not the trainer.
+    pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _has_ended(child: int) -> bool:
+  """Returns whether a child has ended, without reaping it."""
+  how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+  return os.waitid(os.P_PID, child, how) is not None
+
+
+def _end(child: int, kept: set[int]) -> None:
+  """Kills a child and all processes below this one, except `kept`."""
+  os.kill(child, signal.SIGKILL)
+  os.waitpid(child, 0)
+  while left := _descendants(kept):
+    for pid in left:
+      try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, os.WNOHANG)
+      except PermissionError:
+        kept.add(pid)  # Of another user.
+      except (ProcessLookupError, ChildProcessError):
+        pass  # Has ended, or is not a direct child yet.
+
+
+def _descendants(kept: Collection[int]) -> set[int]:
+  """Returns all processes below this one, except `kept` and those below."""
+  with contextlib.suppress(ChildProcessError):  # There is none: most often.
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    parents = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+      with contextlib.suppress(OSError):  # It has ended.
+        text = pathlib.Path("/proc", pid, "stat").read_bytes()
+        parents[int(pid)] = int(text.rpartition(b")")[2].split()[1])
+    found, new = set(), {os.getpid()}
+    while new:
+      below = {pid for pid, parent in parents.items() if parent in new}
+      new = below.difference(found, kept)
+      found |= new
+    return found
+  return set()
+
+
+def serve_programs() -> None:
+  """Runs Python programs in a worker.
+
+  A line has a program and its time limit in seconds, as JSON; the answer is
+  what the program has printed.
+  """
+  lines, answers = channels()
+  kept = adopt_orphans()
+  print("started", file=answers, flush=True)
+  for line in lines:
+    code, deadline_s = json.loads(line)
+    run = functools.partial(_run_program, code)
+    printed, why = call(
+      run, deadline_s, caller=lines.fileno(), kept=kept, most=_PROGRAM_BYTES
+    )
+    text = printed.decode(errors="replace")
+    print(json.dumps([text, why or None]), file=answers, flush=True)
+
+
+def _run_program(code: str, write: int) -> None:
+  """Replaces this process by a program, in the folder of temporary files."""
+  try:
+    os.chdir(tempfile.gettempdir())
+    command = [sys.executable, "-I", "-c", code]
+    os.dup2(write, 1)
+    os.dup2(write, 2)
+    os.execv(sys.executable, command)
+  except (OSError, ValueError) as error:  # Too long, or with a null character.
+    os.write(write, f"error: {error}".encode())
