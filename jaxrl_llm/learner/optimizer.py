@@ -98,15 +98,44 @@ def make_schedule(settings: UpdateSettings) -> optax.Schedule:
   return schedule
 
 
+MATRICES = ("kernel", "embedding", "lora_a", "lora_b")
+
+
 def matrices(params: Any) -> Any:
   """Returns a tree of bools: whether a parameter is a matrix.
 
   Matrices are recognised by name, because stacked layers add an axis.
   """
-  names = ("kernel", "embedding", "lora_a", "lora_b")
   return jax.tree_util.tree_map_with_path(
-    lambda path, _: path[-1].key in names, params
+    lambda path, _: path[-1].key in MATRICES, params
   )
+
+
+def _each(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+  """Applies a transformation to every matrix or vector on its own.
+
+  Parameters of stacked layers, and of the experts of a layer, share an array.
+  """
+  shapes = jax.eval_shape(inner.init, 0.0)
+  inner_state, both = map(jax.tree.structure, (shapes, (0, shapes)))
+
+  def over(function, params, shape, *trees):
+    def apply(path, param, *arrays):
+      of_each, own = function, 2 if path[-1].key in MATRICES else 1
+      for _ in range(param.ndim - own):
+        of_each = jax.vmap(of_each)
+      return of_each(param, *arrays)
+
+    found = jax.tree_util.tree_map_with_path(apply, params, *trees)
+    return jax.tree.transpose(jax.tree.structure(params), shape, found)
+
+  def update(updates, state, params):
+    states = jax.tree.transpose(inner_state, jax.tree.structure(params), state)
+    step = lambda param, update, state: inner.update(update, state, param)
+    return over(step, params, both, updates, states)
+
+  init = lambda params: over(inner.init, params, inner_state)
+  return optax.GradientTransformation(init, update)
 
 
 def adafactor(
@@ -116,8 +145,9 @@ def adafactor(
 
   The second moment of a matrix is factored into its means over rows and over
   columns, so that only one full moment is stored instead of two. As in the
-  paper, its decay rate is 1 - t^-0.8, and the root mean square of an update is
-  at most the learning rate; updates are not scaled by parameter size.
+  paper, its decay rate is 1 - t^-0.8, and the root mean square of the update of
+  a matrix is at most the learning rate; updates are not scaled by parameter
+  size. Every layer and every expert has its own matrices.
 
   Args:
     schedule: learning rate of an update.
@@ -128,8 +158,9 @@ def adafactor(
   Reference: Shazeer & Stern 2018, arXiv 1804.04235.
   """
   return optax.chain(
-    optax.scale_by_factored_rms(),
-    optax.clip_by_block_rms(1.0),
+    _each(
+      optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    ),
     optax.ema(b1, accumulator_dtype=jnp.dtype(mu_dtype)),
     optax.add_decayed_weights(weight_decay, matrices),
     optax.scale_by_learning_rate(schedule),

@@ -186,11 +186,52 @@ class TestAdafactor:
       rows = decay * rows + (1 - decay) * (g**2).mean(2, keepdims=True)
       columns = decay * columns + (1 - decay) * (g**2).mean(1, keepdims=True)
       update = g / np.sqrt(rows * columns / rows.mean(1, keepdims=True))
-      update /= max(1, np.sqrt((update**2).mean()))
+      rms = np.sqrt((update**2).mean(axis=(1, 2), keepdims=True))
+      update /= np.maximum(1, rms)
       mean = 0.9 * mean + 0.1 * update
       kernel -= 0.01 * mean / (1 - 0.9**step)
       got = state.trained["layers"]["q"]["kernel"]
       np.testing.assert_allclose(got, kernel, rtol=1e-5)
+
+  @pytest.mark.parametrize(
+    ("path", "shape", "own"),
+    [
+      # Layers and experts are also axes that are large enough to factor.
+      (("layers", "q", "kernel"), (3, 130, 128), 2),
+      (("layers", "q", "kernel"), (140, 130, 4), 2),
+      (("layers", "q", "lora_a"), (140, 130, 4), 2),
+      (("layers", "experts", "gate", "kernel"), (2, 140, 4, 130), 2),
+      (("layers", "experts", "gate", "kernel"), (2, 3, 128, 130), 2),
+      (("layers", "norm", "scale"), (140, 130), 1),
+      (("value_head", "bias"), (3,), 1),
+    ],
+  )
+  def test_layers_and_experts_are_matrices_of_their_own(self, path, shape, own):
+    def nested(x):
+      for key in reversed(path):
+        x = {key: x}
+      return x
+
+    def updates(gradients):
+      """Returns the update after several steps of one tree."""
+      params = nested(jnp.zeros(gradients[0].shape))
+      made = optimizer_lib.adafactor(
+        lambda step: 1.0, b1=0.0, mu_dtype="float32", weight_decay=0.0
+      )
+      state, step = made.init(params), jax.jit(made.update)
+      for x in gradients:
+        update, state = step(nested(jnp.asarray(x)), state, params)
+      return np.asarray(jax.tree.leaves(update)[0])
+
+    rng = np.random.default_rng(0)
+    gradients = rng.normal(size=(3, *shape)).astype(np.float32)
+    spike = (0,) * (len(shape) - own)
+    gradients[-1][spike] *= 100
+    whole = updates(gradients)
+    for index in {spike, tuple(n - 1 for n in shape[: len(spike)])}:
+      alone = updates([x[index] for x in gradients])
+      np.testing.assert_allclose(whole[index], alone, rtol=1e-5, atol=1e-7)
+      assert np.sqrt(np.mean(alone**2)) < 1 + 1e-5
 
   def test_its_state_is_one_moment(self):
     params = self._params()
