@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm import base_models, models, sharding, workdir
+from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.prompt_source import TEMPLATES, Template
 from jaxrl_llm.data.rows import Row
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -116,9 +117,13 @@ class Policy:
       `stop_reason` ('finished', or 'overlong' at max_new_tokens).
 
     Raises:
-      InputError: There is no prompt, or one does not fit the model's context.
+      InputError: There is no prompt, one does not fit the model's context, or
+        there is no such setting.
       ValueError: A setting is out of range.
     """
+    known = [field.name for field in dataclasses.fields(SamplingSettings)]
+    for name in sampling.keys() - known:
+      raise InputError(f"generate has no {name!r}; it has {', '.join(known)}")
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts:
       raise InputError("prompts is empty; give at least one text")
@@ -411,6 +416,7 @@ def train(
   """
   from jaxrl_llm.trainer import build, loop
 
+  config_lib.check_config(config, "train was given")
   for file in config.run.plugins:
     plugin.load(file)
   number = loop.train(build.make_run(config), folder, step=step)

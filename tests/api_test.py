@@ -126,6 +126,7 @@ class TestGenerate:
       # The number of a sample would be another prompt's.
       (["3+5?"], {"samples": 1025}, r"samples=1025, .* in \[1, 1024\]"),
       (["3+5?"], {"samples": 0}, "samples=0, "),
+      (["3+5?"], {"max_tokens": 9}, "no 'max_tokens'; it has temperature, "),
     ],
   )
   def test_refusals(self, prompts, how, message):

@@ -3,8 +3,6 @@
 import pytest
 from parts import command_line
 
-from jaxrl_llm import config as config_lib
-
 
 def explain(*arguments):
   return command_line.explain(ValueError("?"), ["train.py", *arguments])
@@ -51,13 +49,3 @@ def test_a_key_that_no_config_has(key, hint):
 def test_whole_numbers(argument, as_read):
   (argument,) = command_line._prepared([argument])
   assert argument.endswith(as_read)
-
-
-def test_methods():
-  vapo = str(config_lib.methods()["vapo"])
-  read = command_line._prepared
-  assert read(["--config=vapo:gsm8k"]) == [f"--config={vapo}:gsm8k"]
-  assert read(["--config", "vapo"]) == ["--config", vapo]
-  for same in (["--config=a/b.py:c"], ["--config", "lr=1/b.py"]):
-    assert read(same) == same
-  assert read(["vapo", ""]) == ["vapo", ""]

@@ -49,10 +49,15 @@ class TestCommandLine:
       ([VAPO, "--wrkdir=x"], ["wrkdir"]),
       ([VAPO, "run"], ["'run' is not a flag"]),
       ([VAPO + ":nope"], ["preset 'nope' is unknown", "smollm2"]),
-      (["--config=configs/nope.py"], ["--config", "configs/nope.py"]),
+      (["--config=vapo:nope"], ["error: preset 'nope' is unknown"]),
+      (["--config", "vapo:nope"], ["error: preset 'nope' is unknown"]),
+      (["--config=configs/nope.py"], ["'configs/nope.py'", "give a file"]),
       ([], ["give --config=METHOD[:PRESET], see --help"]),
       (["--config=configs/ppo2.py"], ["configs/ppo2.py", "ppo_ewma, reinf"]),
-      (["--config=vappo"], ["give a file or one of adhint", "vapo, vc_ppo"]),
+      (
+        ["--config=vappo"],
+        ["'vappo' is unknown", "one of adhint", "vapo, vc_"],
+      ),
       ([VAPO, "--config.run.steps=four"], ["=four: give a whole number"]),
       ([VAPO, "--config.loss.clip_low=low"], ["=low: give a number"]),
       ([VAPO, "--config.loss.clip_low=2.0"], ["=2.0 must be in [0, 1]"]),
@@ -69,6 +74,61 @@ class TestCommandLine:
     flags += ["--config.data.settings={}"]
     assert_refused(flags, f"{file}:2: not JSON")
     assert not (tmp_path / "run").exists()
+
+
+class TestMethodFiles:
+  """Every error in a user's method file names the file, and the line."""
+
+  @pytest.mark.parametrize(
+    ("body", "where", "why"),
+    [
+      ("x = config", "", "get_config returned None; give a config made by"),
+      ("return {'a': 1}", "", "get_config returned {'a': 1}; give a config"),
+      ("1 / 0", 5, "ZeroDivisionError: division by zero"),
+      ("import nopackage", 5, "ModuleNotFoundError: No module named 'nopac"),
+      ("config.run.stepz = 3", 5, "'stepz' is no key; did you mean run.steps?"),
+      ("config.run['stepz'] = 3", 5, "no key; did you mean run.steps?"),
+      ("print(config.run.stepz)", 5, "no key; did you mean run.steps?"),
+      ("config.num_generations = 3", 5, "is data.group_size here"),
+      ("lib.update(config, {'run.stepz': 3})", 5, "mean run.steps?"),
+      ("print(config['run']['stepz'])", 5, "no key; did you mean run.steps?"),
+      ("print({}['a'])", 5, "KeyError: 'a'"),
+      ("print(None.a)", 5, "AttributeError: 'NoneType' object has no attr"),
+      ("return config.schedule.nothing", 5, "'nothing' is no key"),
+      ("config.schedule = None; return config", "", "a config without sched"),
+      ("config.run.steps = 'x'", 5, "TypeError: Could not override field"),
+      ("raise SystemExit(3)", 5, "SystemExit: 3"),
+      ("return ][", 5, "SyntaxError: unmatched ']'"),
+      ("return lib.scaled('nope')", 5, "preset 'nope' is unknown; choose"),
+      ("raise KeyError", 5, "KeyError:"),
+    ],
+  )
+  def test_errors_name_the_line(self, body, where, why, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+      "from jaxrl_llm import config as lib\n\n"
+      "def get_config(preset=''):\n"
+      f"  config = lib.method('grpo')\n  {body}\n"
+    )
+    line = f", line {where}" if where else ""
+    assert_refused([f"--config={file}"], f"error: {file}{line}: ", why)
+    with pytest.raises(InputError, match=re.escape(f"{file}{line}: ")):
+      config_lib.method(str(file))
+
+  def test_without_a_function(self, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def get_configs():\n  pass\n")
+    expected = f"error: {file}: it has no function get_config(preset)"
+    assert_refused([f"--config={file}"], expected)
+
+  def test_are_read_from_python(self, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("mine.py").write_text(
+      "from jaxrl_llm import config as lib\n"
+      "def get_config():\n  return lib.method('grpo', 'gsm8k')\n"
+    )
+    config = config_lib.method("mine.py", **{"run.steps": 7})
+    assert config.run.method == "mine" and config.run.steps == 7
 
 
 @contextlib.contextmanager

@@ -5,10 +5,12 @@ import sys
 
 import pytest
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
+import jaxrl_llm
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.trainer.validation import validate
 
 
 class TestMethod:
@@ -39,9 +41,10 @@ class TestMethod:
   @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-      (("gropo", "", {}), "method 'gropo' is unknown; choose adhint, areal"),
+      (("gropo", "", {}), "method 'gropo' is unknown; .*one of adhint, areal"),
       (("grpo", "gsm9k", {}), "preset 'gsm9k' is unknown; choose"),
-      (("grpo", "", {"run.stepz": 1}), "config.run.stepz: no such key"),
+      (("grpo", "", {"run.stepz": 1}), "run.stepz: no such key; did you mean"),
+      (("grpo", "", {"num_generations": 4}), "is data.group_size here"),
       (
         ("grpo", "", {"run.steps": "1"}),
         "config.run.steps='1'.*of the right type",
@@ -52,6 +55,16 @@ class TestMethod:
     name, preset, settings = arguments
     with pytest.raises(InputError, match=message):
       config_lib.method(name, preset, **settings)
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, None, "grpo", ConfigDict()])
+def test_what_is_no_config_is_refused_in_one_line(value, tmp_path):
+  for use in (
+    lambda: jaxrl_llm.train(value, tmp_path),
+    lambda: validate(value),
+  ):
+    with pytest.raises(InputError, match="given .*; give a config made by"):
+      use()
 
 
 def test_shares_of_a_batch_are_rounded():

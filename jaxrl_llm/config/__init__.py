@@ -7,11 +7,13 @@ Unknown keys are errors. `trainer.validation` checks a config; `--help_config`
 (`describe`) and docs/config.md are generated from the keys.
 """
 
+import contextlib
 import copy
 import glob
 import math
 import os
 import pathlib
+import re
 import runpy
 import textwrap
 from collections.abc import Mapping
@@ -21,6 +23,7 @@ from ml_collections import ConfigDict, config_dict
 
 # Importing keys and training_keys registers their settings, in this order.
 from jaxrl_llm.config import (
+  hints,
   keys as keys,
   presets,
   training_keys as training_keys,
@@ -35,6 +38,7 @@ from jaxrl_llm.config.schema import (
   SWITCH as SWITCH,
 )
 from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.system import plugin
 
 
 def default_config() -> ConfigDict:
@@ -100,28 +104,66 @@ def grouped(preset: str = "") -> ConfigDict:
 def based_on(name: str, preset: str = "") -> ConfigDict:
   """Returns the config of a method, for a method file that modifies it.
 
+  Args:
+    name: one of `methods`, or the path of a file with a function `get_config`.
+    preset: argument of `get_config`, '' for none.
+
   Raises:
-    InputError: The method or the preset is unknown.
+    InputError: The method or the preset is unknown, or the file raises or
+      returns no config.
   """
   files = methods()
-  if name not in files:
-    raise InputError(f"method {name!r} is unknown; choose {', '.join(files)}")
-  return runpy.run_path(str(files[name]))["get_config"](preset)
+  file = files.get(name, pathlib.Path(name))
+  if not file.is_file():
+    names = ", ".join(files)
+    raise InputError(
+      f"method {name!r} is unknown; give a file, FILE.py, or one of {names}"
+    )
+  ours = contextlib.nullcontext()
+  with ours if name in files else plugin.user_code(name):
+    read = runpy.run_path(str(file.resolve()))
+    if "get_config" not in read:
+      raise InputError("it has no function get_config(preset)")
+    try:
+      config = read["get_config"](*filter(None, [preset]))
+    except (AttributeError, KeyError) as error:
+      # What a ConfigDict says; a KeyError with a name only is of another dict.
+      said = r"""\W*(?:Key ")?(\w+)\W+($|n?Did you mean|does not exist)"""
+      key = re.match(said, str(error))
+      if key and (key[2] or isinstance(error, AttributeError)):
+        name = f"{key[1]!r} is no key"
+        raise InputError(f"{name}; {hints.hint(key[1])}") from error
+      raise
+    check_config(config, "get_config returned")
+  return config
+
+
+def check_config(config: Any, what: str) -> None:
+  """Raises InputError if a value is no config; `what` begins the message."""
+  for key in KEYS:
+    try:
+      get(config, key)
+    except (KeyError, TypeError, AttributeError):
+      is_config = isinstance(config, ConfigDict)
+      lacks = f"a config without {key}" if is_config else f"{config!r:.99}"
+      raise InputError(
+        f"{what} {lacks}; give a config made by jaxrl_llm.config.method, with"
+        " single settings changed"
+      ) from None
 
 
 def methods() -> dict[str, pathlib.Path]:
   """Returns the method files of the package by name."""
-  package = pathlib.Path(__file__).parents[1]
-  folders = package / "configs", package.parent / "configs"  # Installed; clone.
-  files = next(folder for folder in folders if folder.is_dir()).glob("*.py")
-  return {file.stem: file for file in sorted(files)}
+  return {
+    file.stem: file for file in sorted(hints.folder("configs").glob("*.py"))
+  }
 
 
 def method(name: str, preset: str = "", **settings: Any) -> ConfigDict:
   """Returns the config of a method, as `--config=NAME[:PRESET]` does.
 
   Args:
-    name: a method file of the package, one of `methods`.
+    name: one of `methods`, or the path of a method file.
     preset: scale, '' or a name of `presets.SCALES`.
     **settings: values of dotted keys, such as
       `**{"data.path": "train.jsonl"}`.
@@ -135,7 +177,7 @@ def method(name: str, preset: str = "", **settings: Any) -> ConfigDict:
     ('group', 100)
   """
   config = based_on(name, preset)
-  config.run.method = name + (preset and f":{preset}")
+  config.run.method = pathlib.Path(name).stem + (preset and f":{preset}")
   update(config, settings)
   return config
 
@@ -148,7 +190,7 @@ def update(config: Any, changes: Mapping[str, Any]) -> None:
   """
   for key, value in changes.items():
     if key not in KEYS:
-      raise InputError(f"config.{key}: no such key; see docs/config.md")
+      raise InputError(f"config.{key}: no such key; {hints.hint(key)}")
     group, _, last = key.rpartition(".")
     what = f"config.{key}={value!r}"
     with as_input_error(what, "give a value of the right type", TypeError):

@@ -5,12 +5,13 @@ A plugin is imported before a config is validated. Its folder is added to
 are fresh interpreters, can import it too.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import pathlib
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -51,25 +52,33 @@ def load(path: str) -> ModuleType:
     InputError: The file cannot be read or raises, or its name is taken.
   """
   file = pathlib.Path(path).resolve()
-  if not file.is_file() or file.suffix != ".py":
-    raise InputError(f"{path}: no such file; give a Python file, FILE.py")
+  if not file.is_file():
+    raise InputError(f"{file}: no such file; give a Python file, FILE.py")
+  if file.suffix != ".py":
+    raise InputError(f"{file}: its name must end in .py; rename the file")
   loaded = sys.modules.get(file.stem)
   if loaded is None and str(file.parent) not in sys.path:
     sys.path.append(str(file.parent))
-  try:
+  with user_code(path):
     found = importlib.util.find_spec(file.stem)
     if found is None or pathlib.Path(found.origin or "").resolve() != file:
       raise InputError(
-        f"{path}: another module is named {file.stem!r}; rename the file"
+        f"another module is named {file.stem!r}; rename the file"
       )
     return importlib.import_module(file.stem)
-  except InputError:
-    raise
+
+
+@contextlib.contextmanager
+def user_code(path: str) -> Iterator[None]:
+  """Turns any error of a user's file into an InputError with file and line."""
+  try:
+    yield
   except (Exception, SystemExit) as error:  # User code may raise anything.
     text = (str(error).splitlines() or [""])[0]
-    raise InputError(
-      f"{path}{_line(error, file)}: {type(error).__name__}: {text}"
-    ) from error
+    if not isinstance(error, InputError):
+      text = f"{type(error).__name__}: {text}"
+    line = _line(error, pathlib.Path(path).resolve())
+    raise InputError(f"{path}{line}: {text}") from error
 
 
 def merged(recorded: Iterable[str], given: Iterable[str]) -> tuple[str, ...]:
@@ -84,7 +93,7 @@ def merged(recorded: Iterable[str], given: Iterable[str]) -> tuple[str, ...]:
 
 def _line(error: BaseException, file: pathlib.Path) -> str:
   """Returns ', line N' with the line of the file that raised."""
-  frames = traceback.extract_tb(error.__traceback__)
+  frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
   lines = [f.lineno for f in frames if pathlib.Path(f.filename) == file]
   if isinstance(error, SyntaxError) and error.lineno:  # None: a null byte.
     lines.append(error.lineno)

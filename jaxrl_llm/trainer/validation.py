@@ -17,6 +17,7 @@ def validate(config: Any) -> None:
   Raises:
     InputError: One line with the settings, their values and the allowed ones.
   """
+  config_lib.check_config(config, "the run was given")
   for path, key in config_lib.KEYS.items():
     value = config_lib.get(config, path)
     if key.default is None and value is None:

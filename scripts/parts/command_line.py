@@ -1,27 +1,32 @@
 """Command lines of programs that take --config."""
 
-import difflib
 import functools
-import pathlib
 import re
 import sys
 from collections.abc import Callable
 
 from absl import app, flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm.config import presets
+from jaxrl_llm.config import hints, presets
 from jaxrl_llm.errors import InputError
 
-# In an installed package, the page is next to the folder of programs.
-_PEERS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "settings.md"
+
+class _MethodFile(flags.ArgumentParser):
+  """Reads METHOD[:PRESET] or FILE.py[:PRESET]; errors name file and line."""
+
+  def parse(self, argument: str) -> ConfigDict:
+    name, _, preset = argument.partition(":")
+    return config_lib.based_on(name, preset).lock()
 
 
 def define_config(default: str | None, help_text: str) -> flags.FlagHolder:
   """Defines --config; every given --config.KEY is applied to its default."""
   try:
-    return config_flags.DEFINE_config_file("config", default, help_text)
+    holder = config_flags.DEFINE_config_file("config", default, help_text)
+    flags.FLAGS["config"].parser = _MethodFile()
+    return holder
   except AttributeError as error:  # There is no such key.
     print(f"error: {explain(error, sys.argv)}", file=sys.stderr)
     sys.exit(2)
@@ -70,8 +75,7 @@ def _parse(argv: list[str], check: Callable[[], None]) -> list[str]:
     if len(rest) > 1:
       raise InputError(f"{rest[1]!r} is not a flag; flags start with --")
     check()
-    flags.FLAGS.config.lock()  # A missing file raises only on access.
-  except Exception as error:  # Config files are user code.
+  except Exception as error:
     print(f"error: {explain(error, argv)}", file=sys.stderr)
     sys.exit(2)
   return rest
@@ -80,17 +84,11 @@ def _parse(argv: list[str], check: Callable[[], None]) -> list[str]:
 def _prepared(argv: list[str]) -> list[str]:
   """Returns the arguments in the form that absl parses.
 
-  --config=METHOD becomes the path of the method's file, and 1e3 becomes 1000
-  for integer keys. All other arguments are unchanged.
+  1e3 becomes 1000 for integer keys. All other arguments are unchanged.
   """
-  found, files = [], config_lib.methods()
-  for before, argument in zip(["", *argv], argv):
+  found = []
+  for argument in argv:
     flag, equals, value = argument.partition("=")
-    if before == "--config":
-      flag, equals, value = "", "", argument
-    if flag in ("", "--config"):
-      method, colon, preset = value.partition(":")
-      value = f"{files.get(method, method)}{colon}{preset}"
     key = config_lib.KEYS.get(flag.removeprefix("--config."))
     if key and type(key.default) is int and re.fullmatch(r"\d+e\d+", value):
       value = f"{float(value):.0f}"
@@ -110,45 +108,8 @@ def _unknown_key(argv: list[str]) -> str | None:
     name, dot, key = argument.partition("=")[0].lstrip("-").partition(".")
     groups = [key, *(k for k in keys if k.startswith(key + "."))]
     if name == "config" and dot and len(groups) == 1 and key not in keys:
-      return f"--config.{key}: no such key; {_hint(key)}"
+      return f"--config.{key}: no such key; {hints.hint(key)}"
   return None
-
-
-def _hint(key: str) -> str:
-  """Returns the key that was probably meant, or where to look."""
-  parent, _, name = key.rpartition(".")
-  if parent.endswith("settings"):
-    return f"give all settings, --config.{parent}=\"{{'NAME': VALUE}}\""
-  peers, whole = _peers(), key.removeprefix("actor_rollout_ref.")
-  same = [k for k in config_lib.KEYS if k.endswith(f".{name}")]
-  # A last name that we use too, such as `name`, does not identify their key.
-  theirs = [k for k in peers if k.endswith(f".{name}") and not same]
-  for known in (whole, name, *theirs):
-    if known in peers:
-      return f"{known} {peers[known]}"
-  if not 0 < len(same) < 4:
-    near = max(config_lib.KEYS, key=lambda known: _likeness(key, known))
-    same = [near] if _likeness(key, near) > 0.6 else []
-  return f"did you mean {' or '.join(same)}?" if same else "see --help_config"
-
-
-def _peers() -> dict[str, str]:
-  """Returns counterparts of the keys of TRL and verl, from docs/settings.md."""
-  found = {}
-  for line in _PEERS.read_text(encoding="utf-8").splitlines():
-    if not line.startswith("| "):
-      continue
-    trl, verl, ours, *note = line.replace("`", "").strip("| ").split(" | ")
-    what = "has no counterpart here" if ours == "-" else f"is {ours} here"
-    for name in f"{trl}, {verl}".split(", "):
-      found.setdefault(name, ": ".join([what, *note]))
-  return found
-
-
-def _likeness(key: str, known: str) -> float:
-  """Returns the similarity of two keys, 0 to 1: minimum of group and name."""
-  parts = zip(key.rpartition(".")[::2], known.rpartition(".")[::2])
-  return min(difflib.SequenceMatcher(None, *pair).ratio() for pair in parts)
 
 
 def _reason(error: Exception) -> str:
@@ -156,12 +117,9 @@ def _reason(error: Exception) -> str:
   causes = [error]
   while causes[-1].__context__:
     causes.append(causes[-1].__context__)
-  for cause in reversed(causes):
+  for cause in causes:
     if isinstance(cause, InputError):
       return str(cause)
   lines = str(error).strip().splitlines() or [type(error).__name__]
-  if isinstance(error, OSError):
-    names = ", ".join(config_lib.methods())
-    return f"--config: {lines[-1].strip()}; give a file or one of {names}"
   line = re.sub("invalid .* int.*", "give a whole number", lines[-1].strip())
   return re.sub("could not convert .* float.*", "give a number", line)

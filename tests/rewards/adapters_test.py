@@ -187,6 +187,7 @@ class TestRefusals:
       (("verl", "", "compute_score"), "needs reward.path=FILE.py"),
       (("verl", "f.py", "f,g"), "the name of a function in it"),
       (("trl", "none.py", "f"), "none.py: no such file"),
+      (("trl", "text.txt", "f"), "text.txt: its name must end in .py"),
       (
         ("trl", "own_score_functions.py", "f"),
         "has no function 'f'; set reward.function to one of score, other",
@@ -195,6 +196,7 @@ class TestRefusals:
   )
   def test_are_one_line(self, tmp_path, monkeypatch, chosen, said):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").touch()
     text = "x = 1\ndef score(): ...\ndef other(): ...\n"
     (tmp_path / "own_score_functions.py").write_text(text)
     with pytest.raises(InputError, match=said):
