@@ -43,11 +43,14 @@ class Policy:
     path: directory of the run, or of the model.
     step: checkpoint of the run; None for a model directory.
     dtype: data type of the computation and, for a model, of its weights.
+    trust_code: whether `evaluate` may run the Python files that the settings of
+      the run name.
   """
 
   path: pathlib.Path
   step: int | None = None
   dtype: str = "float32"
+  trust_code: bool = False
 
   @property
   def directory(self) -> str:
@@ -246,7 +249,8 @@ class Policy:
       standard errors `*_se`.
 
     Raises:
-      InputError: A setting or a set cannot be used.
+      InputError: A setting or a set cannot be used, or the run names code that
+        is not trusted.
     """
     if not datasets and self.step is None and "data.source" not in settings:
       raise InputError(
@@ -356,6 +360,7 @@ def load(
   *,
   step: int | str | None = None,
   dtype: str = "float32",
+  trust_code: bool = False,
 ) -> Policy:
   """Loads a policy.
 
@@ -365,6 +370,8 @@ def load(
     step: checkpoint of the run; 'best' is the best one by `checkpoint.best`,
       None the newest.
     dtype: data type of the computation.
+    trust_code: whether `Policy.evaluate` may run the plugins and the file of
+      rewards that the settings of the run name. Otherwise import them first.
 
   Raises:
     InputError: There is no such directory or checkpoint.
@@ -381,7 +388,7 @@ def load(
       " run"
     )
   if workdir.is_workdir(path):
-    return Policy(path, workdir.find_step(path, step), dtype)
+    return Policy(path, workdir.find_step(path, step), dtype, trust_code)
   for run in filter(workdir.is_workdir, path.parents[:2]):
     if not hf.is_model(path):  # A model may have been exported into the run.
       raise InputError(
@@ -422,4 +429,4 @@ def train(
   number = loop.train(build.make_run(config), folder, step=step)
   if number:
     raise KeyboardInterrupt(f"{signals.name(number)}, saved in {folder}")
-  return load(folder)
+  return load(folder, trust_code=True)  # It has just run here.

@@ -5,7 +5,9 @@
         --dataset=problems.jsonl,math500 [--config=configs/METHOD.py[:PRESET]]
 
 A run has its own settings; a model directory uses those of --config, by default
-a chat prompt and numeric answers. --config.group.key=value overrides either.
+a chat prompt and numeric answers. Python files that the settings of a run name
+(its plugins and rewards) run only if given by --plugin, or with --trust_code.
+--config.group.key=value overrides either.
 --critic and --search use the critic of a run. --out=DIR writes one line per
 problem of each set. Prints tables and, as the last line, one JSON object (with
 several sets, {"sets": [...]}). Exit code 2 for bad input.
@@ -40,6 +42,9 @@ _OUT = flags.DEFINE_string(
   "out", None, "Folder of SET.jsonl: a problem and its responses per line."
 )
 _PLUGIN = command_line.define_plugin()
+_TRUST = flags.DEFINE_bool(
+  "trust_code", False, "Run the Python files that the run's settings name."
+)
 _SAMPLES = flags.DEFINE_integer("samples", None, "Responses per problem, k.")
 _PROBLEMS = flags.DEFINE_integer("problems", None, "Max. problems; 0 is all.")
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy.")
@@ -197,7 +202,8 @@ def run() -> None:
     raise InputError(f"--checkpoint is missing; {where}")
   for file in _PLUGIN.value:
     plugin.load(file)
-  policy = api.load(_CHECKPOINT.value, step=_STEP.value)
+  how = {"step": _STEP.value, "trust_code": _TRUST.value}
+  policy = api.load(_CHECKPOINT.value, **how)
   config = make_config(policy)
   config.run.plugins = plugin.merged(config.run.plugins, _PLUGIN.value)
   if _OUT.value:

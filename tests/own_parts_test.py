@@ -1,5 +1,6 @@
 """User-defined data, rewards and loss, each trained for a step."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -10,10 +11,11 @@ from helpers import chat_model, programs, tiny_run
 from parts import dry_run
 from pyarrow import parquet
 
-from jaxrl_llm import metrics
+from jaxrl_llm import api, metrics
+from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.system import plugin
-from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer import build, loop, policy_evaluation
 
 _ROOT = pathlib.Path(__file__).parents[1]
 QUESTIONS = [(f"{i}+{j}?", i + j) for i in range(1, 5) for j in range(1, 6)]
@@ -246,6 +248,36 @@ def test_a_plugin_trains_and_is_evaluated(model, tmp_path):
   assert last["dataset"] == "doubles_heldout" and last["unjudged_fraction"] == 0
   for name in ("avg@2", "reward_mean"):
     assert last[name] == pytest.approx(row[f"eval/doubles_heldout/{name}"])
+
+
+@pytest.mark.parametrize(
+  ("recorded", "given", "named"),
+  [
+    ({"run.plugins": ("spy_plugin.py",)}, {}, "spy_plugin.py"),
+    ({"run.plugins": ("spy_plugin.py",)}, {"run.plugins": ()}, ""),
+    ({"reward.name": "verl", "reward.path": "spy_score.py"}, {}, "spy_score"),
+    (
+      {"reward.name": "verl", "reward.path": "spy_score.py"},
+      {"reward.path": "spy_score.py"},
+      "",
+    ),
+    ({"reward.name": "numeric", "reward.path": "spy_score.py"}, {}, ""),
+  ],
+)
+def test_the_code_that_a_run_names_needs_trust(
+  model, tmp_path, recorded, given, named
+):
+  config = tiny_run.make_config(model)
+  config_lib.update(config, recorded)
+  text = json.dumps(config.to_dict(), default=str)
+  (tmp_path / "config.json").write_text(text)
+  policy = api.Policy(tmp_path, 1)
+  if named:
+    with pytest.raises(InputError, match=f"name code .*{named}.*--trust_code"):
+      policy_evaluation.make_config(policy, "", given)
+    policy = dataclasses.replace(policy, trust_code=True)
+  found = policy_evaluation.make_config(policy, "", given)
+  assert found.reward.name == config.reward.name
 
 
 @pytest.mark.slow

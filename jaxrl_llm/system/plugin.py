@@ -81,6 +81,26 @@ def user_code(path: str) -> Iterator[None]:
     raise InputError(f"{path}{line}: {text}") from error
 
 
+def check_trusted(owner: Any, files: Iterable[str]) -> None:
+  """Checks that a user has given the code that somebody's settings name.
+
+  Args:
+    owner: path of the settings, for the message.
+    files: Python files that they name; those with the name of an imported
+      module are not run, or have been given.
+
+  Raises:
+    InputError: A file would run that the user has not given.
+  """
+  stem = lambda file: pathlib.Path(file).stem
+  if unknown := [file for file in files if stem(file) not in sys.modules]:
+    raise InputError(
+      f"{owner}: its settings name code that would run here:"
+      f" {', '.join(unknown)}; read it and give --plugin=FILE.py for each file,"
+      " or --trust_code (load(..., trust_code=True)) if you trust the run"
+    )
+
+
 def merged(recorded: Iterable[str], given: Iterable[str]) -> tuple[str, ...]:
   """Combines the recorded plugin files of a run with the given ones.
 

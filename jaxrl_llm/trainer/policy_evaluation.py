@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import models, workdir
+from jaxrl_llm import models, rewards, workdir
 from jaxrl_llm.data import sources
 from jaxrl_llm.errors import InputError, check_choice
 from jaxrl_llm.evaluate import Evaluation
@@ -38,6 +38,9 @@ def make_config(
     changes: values of dotted keys.
     config: settings for a model directory; None chooses lengths and template
       that fit the model.
+
+  Raises:
+    InputError: The settings of a run name code that is not trusted.
   """
   if policy.step is not None:
     config = workdir.read_config(policy.path)
@@ -46,6 +49,12 @@ def make_config(
     changes = _fitting_settings(policy) | changes
   config.model.path = policy.directory
   config_lib.update(config, changes)
+  if policy.step is not None and not policy.trust_code:
+    named = [("run.plugins", file) for file in config.run.plugins]
+    if config.reward.name in rewards.OF_FILES:
+      named.append(("reward.path", config.reward.path))
+    unknown = [file for key, file in named if key not in changes]
+    plugin.check_trusted(policy.path, unknown)
   # These may not fit a changed number of samples or other sets.
   config.eval.pass_k, config.checkpoint.best = (), ""
   if datasets:
