@@ -5,6 +5,7 @@ text is scanned in linear time, lengths are capped, and numbers are compared as
 exact fractions.
 """
 
+import dataclasses
 import fractions
 import logging
 import re
@@ -16,13 +17,51 @@ _MAX_RESPONSE = 20_000  # Characters searched, counted from the end.
 _MAX_ANSWER = 512
 
 _BRACE = re.compile(r"[{}]")
-_BRACED = re.compile(r"\A\{([^{}]*)\}\Z")
+_BRACED = re.compile(r"\A(?:\{([^{}]*)\}|\(([^(),]*)\))\Z")
 _BOX = re.compile(r"\\f?box(?:ed)?[ ]{0,4}\Z")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
-_IN_TEXT = re.compile(
-  rf"(?:(?<![\w)}}.])[-+\u2212])?(?:\$|\\\$)?{_UNSIGNED}(?:/[0-9]+)?"
+# The reasoning of a model, which is not its answer.
+_THINKS = re.compile(r"<(?:think(?:ing)?|thought|reasoning)>|\[THINK\]")
+_THOUGHT = re.compile(r"</(?:think(?:ing)?|thought|reasoning)>|\[/THINK\]")
+# Tags, bold text (but no powers such as `2**3`) and calculations of GSM8K.
+_MARKUP = re.compile(
+  r"</?[A-Za-z]{1,20}>|<<[^<>]*>>|(?<![\w)])\*\*|\*\*(?![\w(])"
 )
+# A formula in delimiters. As in Pandoc, `$` opens before and closes after text,
+# and none closes before a digit, so that amounts of money are no formulas.
+_FORMULA = (
+  r"(?:\$\$[^$]+\$\$|\\\[(?:[^\\]|\\[^()\[\]])+\\\]"
+  r"|\\\((?:[^\\]|\\[^()\[\]])+\\\)"
+  r"|(?<![\w\\])\$(?=\S)(?:[^$\n\\]|\\.)+(?<=\S)\$(?![0-9]))"
+)
+# A word, a bracket such as `(3, 4)`, or `\log_2 8`, outside of formulas.
+_WORD = (
+  r"(?:[-+\u2212]?\$)?"
+  r"(?:(?:[(\[]|\\?\{)[^()\[\]{}\n$]{0,80}[)\]}]|[^\s$\\]"
+  r"|\\[A-Za-z]+(?:_[0-9A-Za-z])? (?=[0-9])|\\[^\s()\[\]])+"
+)
+# Joins words to expressions: `3 + 4 = 7`, `3 or 4`, `2 1/2`, `1 234`, `2 \pi`.
+_JOINT = (
+  r" (?<![A-Za-z]{2} )(?<=[0-9A-Za-z)}%\]] )"
+  r"(?:(?:[-+*/^=<>\u2212\xd7\xf7\xb7\xb1\u2248\u2264\u2265x]|\\[a-z]{1,6}) "
+  r"|(?<=[0-9)}%\]] )(?:(?:and|or) (?=[-$\\]?[0-9])|(?=[0-9]+/[0-9]"
+  r"|[0-9]{3}(?![0-9])|\\[a-z])))"
+)
+_EXPRESSION = re.compile(
+  rf"{_FORMULA}(?:,?(?: and| or)? {_FORMULA})*|{_WORD}(?:{_JOINT}{_WORD})*"
+)
+# Expressions that may be an answer; `cm^2` is a unit.
+_VALUE = re.compile(
+  r"(?!(?:[cdkm]?m|in|ft|yd|mi|inch(?:es)?|feet|met(?:er|re)s|units?)"
+  r"(?:/[a-z]{1,4})?[\^\xb2\xb3])(?:\$.|(?:[^0-9\\]|\\[^A-Za-z(\[])*"
+  r"(?:[0-9\xb2\xb3\u221a\u03c0\u221e]|\\[A-Za-z(\[]))"
+)
+_QUOTES = " _`\"'\u201c\u201d"
+_STATED = re.compile(r"(?i:answer(?: is|\s*:))[\s:]*")
+# A label before a value, and the heading of a section.
+_LABEL = re.compile(r"(?<=[A-Za-z]{2}) ?:|\b(?:is|are)\s")
+_HEADING = re.compile(r"(?:[0-9]+[.):]+ *)?[A-Za-z]{3}|\Z")
 _SIGNED = rf"([-+]?{_UNSIGNED})"
 _PLAIN = re.compile(rf"{_SIGNED}\.?\Z")
 _RATIO = re.compile(rf"{_SIGNED}/{_SIGNED}\Z")
@@ -42,16 +81,21 @@ _WORDS = (
   r"|half|halves|thirds?|fifths?|squared|cubed|factorial)\b"
 )
 _WORDS_IN_TEXT = re.compile(rf"{_TEXT_OF}( ?{_WORDS}[^{{}}]*)\}}")
-_NAMED = re.compile(r"[A-Za-z](?:_[0-9a-z])?[ ]?=(?P<value>[^=]*)\Z")
+# The left side of an equation: a name, such as `f(2)`, or arithmetic; `2x = 6`
+# and `x + y = 6` have no value.
+_LEFT = re.compile(
+  r"[^-+*/^<>!:,;0-9][^-+*/^<>!:,;]*|(?:[^A-Za-z<>!:;\\]|\\[A-Za-z$%,]+"
+  r"|x(?= ?[$.(0-9]))*"
+)
 # Words of two letters or more after a space: `2x` and `2 x` are not 2.
 _UNIT = re.compile(
   rf"(?P<number>[-+]?{_UNSIGNED}(?:/[0-9]+)?)"
-  rf"(?! {_WORDS})"
-  r"(?: [A-Za-z]{2,20}(?:\^\{?[0-9]\}?)?){1,4}\.?\Z"
+  rf"(?![ /]{_WORDS})(?:(?:[ /][A-Za-z]{{2,20}}|[cdk]m|kg| [mg])"
+  r"(?:/[A-Za-z]{1,20})?(?:\^\{?[0-9]\}?|[\xb2\xb3])?){1,4}\.?\Z"
 )
 _DROP = re.compile(
-  r"\\left(?![a-z])|\\right(?![a-z])|\\[()\[\]!]|\\?[$%]|"
-  r"\^ ?\{? ?\\circ ?\}?|°"
+  r"\\(?:left|right|bf|rm|it|displaystyle|approx|sim)(?![a-z])|\\[()\[\]!]|"
+  r"\\?[$%]|[€£¥₹≈]|\^ ?\{? ?\\circ ?\}?|°[CF]?"
 )
 # A point, an interval or a set, without inner brackets.
 _TUPLE = re.compile(
@@ -83,28 +127,52 @@ def last_boxed(text: str) -> str | None:
 
 
 def extract_answer(response: str, *, finished: bool = True) -> str | None:
-  r"""Finds the answer: last `\boxed{}`, else after `####`, else last number.
+  r"""Finds the answer: last `\boxed{}`, else after `####`, else at the end.
+
+  The text in `<think>` has no answer. A line after `####` counts if it is not a
+  heading. The end is what follows 'the answer is', else the last formula or
+  number. It is read as a whole: `$\frac{3}{4}$`, `2^10`, `3:30` and `(3, 4)`
+  are not the number at their end.
 
   Args:
     response: text; only its last 20,000 characters are read.
-    finished: False if the text was cut off. Then the last number does not count
-      as an answer, because that would reward listing numbers; a complete
-      `\boxed{}` or a complete line after `####` is required.
+    finished: False if the text was cut off. Then its end does not count as an
+      answer, because that would reward listing numbers; a complete `\boxed{}`
+      or a complete line after `####` is required.
 
   Returns:
     The answer as written, or None.
   """
-  text = response[-_MAX_RESPONSE:]
+  text = _THINKS.split(_THOUGHT.split(response)[-1])[0][-_MAX_RESPONSE:]
   found = last_boxed(text)
-  if found is None and "####" in text:
-    line, newline, _ = text.rpartition("####")[2].lstrip(" ").partition("\n")
-    found = line if newline or finished else None
-  if found is None and finished:
-    ends = [m for m in _IN_TEXT.finditer(text) if len(m[0]) <= _MAX_ANSWER]
-    found = ends[-1][0] if ends else None
+  if found is None:
+    found = _unboxed(text, finished)
   if found is None or not found.strip() or len(found) > _MAX_ANSWER:
     return None
   return found.strip()
+
+
+def _unboxed(text: str, finished: bool) -> str | None:
+  """Finds the answer in complete lines after `####`, else at the end."""
+  text = _MARKUP.sub(" ", text)
+  if not finished:
+    text = text[: text.rfind("\n") + 1]
+  lines = [part.partition("\n")[0] for part in text.split("####")[1:]]
+  lines = [_LABEL.split(line)[-1].strip(" \t*_`#") for line in reversed(lines)]
+  found = next((line for line in lines if not _HEADING.match(line)), None)
+  if found is not None or not finished:
+    return found
+  *before, stated = _STATED.split(text)
+  end = _EXPRESSION.match(stated) if before else None
+  if not end or not _VALUE.match(end[0]):
+    if lines and lines[0] and text.rstrip().endswith(lines[0]):
+      return lines[0]  # A word, such as a name.
+    ends = [m for m in _EXPRESSION.finditer(text) if _VALUE.match(m[0])]
+    end = ends[-1] if ends else None
+  found = end[0].strip(_QUOTES).rstrip(f"{_QUOTES}.,;:!?") if end else ""
+  if found.count("{") != found.count("}"):
+    return None  # A box that is not closed, for instance.
+  return found if "$" in found or "\\" in found else _LABEL.split(found)[-1]
 
 
 def gold_answer(answer: str) -> str:
@@ -123,16 +191,17 @@ def normalize_answer(answer: str) -> str:
   square roots get a canonical form.
   """
   text = answer[:_MAX_ANSWER].replace("\u2212", "-").replace("{,}", ",")
-  text = _SPACE.sub(" ", _DROP.sub("", text)).strip()
-  text = _BRACED.sub(r"\1", text)
+  text = _SPACE.sub(" ", _DROP.sub("", text)).strip(" *").rstrip(" ,;:")
+  text = _BRACED.sub(r"\1\2", text)
   text = _FRAC.sub(r"\\frac", text)
   text = _FRAC_ARGS.sub(_as_ratio, text)
   text = _WORDS_IN_TEXT.sub(r"\1", text)
   bare = _TEXT.sub("", text).strip()
   # `18\text{ cm}` is 18, but `\text{Evelyn}` is Evelyn.
   text = bare if bare else _TEXT.sub(r"\1", text).strip()
-  if named := _NAMED.match(text):
-    text = named["value"].strip()
+  *left, value = text.split("=")
+  if left and all(map(_LEFT.fullmatch, left)):
+    text = value.strip()
   if unit := _UNIT.match(text):
     text = unit["number"]
   number = parse_number(text)
@@ -200,7 +269,7 @@ def numeric(response: str, answer: str, *, finished: bool) -> Verdict:
 
 
 def math_verify(response: str, answer: str, *, finished: bool) -> Verdict:
-  r"""Checks symbolic answers with the Math-Verify library.
+  r"""Checks symbolic answers: as `numeric`, else with the Math-Verify library.
 
   The library evaluates text of the policy and may hang or run out of memory, so
   this reward runs only in the worker processes of a `RewardPool`.
@@ -212,15 +281,19 @@ def math_verify(response: str, answer: str, *, finished: bool) -> Verdict:
   """
   import math_verify as library  # Optional and slow to import (sympy).
 
+  verdict = numeric(response, answer, finished=finished)
+  if verdict.correct or verdict.extracted is None:
+    return verdict
   extracted = extract_answer(response, finished=finished)
-  if extracted is None:
-    return Verdict(False, None)
   # The library's time limits use signals; the pool's deadline applies instead.
   gold = f"\\boxed{{{gold_answer(answer)}}}"
   gold = library.parse(gold, parsing_timeout=None)
+  # The library reads 2 1/2 as a product.
+  if parse_number(verdict.extracted) and "%" not in extracted:
+    extracted = verdict.extracted
   found = library.parse(f"\\boxed{{{extracted}}}", parsing_timeout=None)
   correct = bool(library.verify(gold, found, timeout_seconds=None))
-  return Verdict(correct, normalize_answer(extracted))
+  return dataclasses.replace(verdict, correct=correct)
 
 
 def _prepare_math_verify() -> None:

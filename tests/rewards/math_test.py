@@ -34,11 +34,31 @@ class TestExtractAnswer:
   @pytest.mark.parametrize(
     "text, expected",
     [
-      *(("so 3+4 = 7.", "7"), ("it costs $1,234.50 in all", "$1,234.50")),
-      *(("it is -5", "-5"), ("5-3", "3"), ("x=-3", "-3")),
-      *(("it is \u22125", "\u22125"), ("5\u22123", "3")),
-      *(("pages 10-12", "12"), ("a fraction 3/4 of it", "3/4")),
-      *(("about .5", ".5"), ("1,2,3", "3"), ("#### 18", "18")),
+      *(("so 3+4 = 7.", "3+4 = 7"), ("it costs $1,234.50.", "$1,234.50")),
+      *(("it is -5", "-5"), ("5-3", "5-3"), ("x=-3", "x=-3")),
+      *(("it is \u22125", "\u22125"), ("5\u22123", "5\u22123")),
+      *(("pages 10-12", "10-12"), ("a fraction 3/4 of it", "3/4")),
+      *(("about .5", ".5"), ("1,2,3", "1,2,3"), ("#### 18", "18")),
+      *((r"at 3, so $\frac{3}{4}$.", r"$\frac{3}{4}$"), ("2^10", "2^10")),
+      *((r"\(x\) is \[ 2 \]", r"\[ 2 \]"), ("$3$ or $4$", "$3$ or $4$")),
+      *(("buys at $5 and sells at $8.", "$8"), ("at 3:30", "3:30")),
+      *(("is 2 + 3", "2 + 3"), ("in (3, 4)", "(3, 4)"), ("2x + 3", "2x + 3")),
+      *(("2 1/2 pies", "2 1/2"), ("1 234", "1 234"), (r"2 \pi", r"2 \pi")),
+      *(
+        ("12 cm^2", "12"),
+        ("12 cm\xb2", "12"),
+        ("9.8 m/s^2", "9.8"),
+        ("H2O", "H2O"),
+      ),
+      *(("Answer: 72. It took 3 steps", "72"), ("<answer>7</answer>", "7")),
+      *(("#### **72**\nSo", "72"), ("#### 72 ####", "72"), ("####72", "72")),
+      *(("#### **Answer:** 72 kg", "72 kg"), ("#### Total: **7**", "7")),
+      *(("#### 72\n#### End", "72"), ("3 ran. #### Ann", "Ann")),
+      *(("#### Step 1: add\nso 2+2=4.", "2+2=4"), ("#### 3:30", "3:30")),
+      *(("answer: 72\n\n#### Why\n36*2", "72"), ("#### 1. Add\n4", "4")),
+      *((r"\boxed{3}</think> It is 4", "4"), ("<think>3</think>", None)),
+      *((r"4 <think>\boxed{3}", "4"), (r"<think>\boxed{3}", None)),
+      *((r"[THINK]3[/THINK]4", "4"), (r"so \boxed{7", None)),
       *(("#### 1,000\nand 7", "1,000"), ("#### 3\n#### 4\n", "4")),
       *((r"#### 3 but \boxed{4}", "4"), (r"\boxed{}", None)),
       *(("no number", None), ("", None)),
@@ -141,6 +161,12 @@ class TestNumeric:
       *((r"5\text{ million}", "5 million"), (r"2\text{ or }3", "2 or 3")),
       *((r"\frac{2x}{3}", "2x/3"), (r"\dfrac3{2x}", r"\frac{3}{2x}")),
       *(("18", "She makes 9*2=18. #### 18"), ("18", r"\boxed{18}")),
+      *(("€72", "72"), ("72£", "72"), ("72 USD", "72"), ("(72)", "72")),
+      *(("72 km/h", "72"), ("72 m^2", "72"), ("72 cm\xb2", "72")),
+      *(("72kg", "72"), ("72/hour", "72"), ("72°C", "72"), ("72,", "72")),
+      *((r"\bf 72", "72"), ("**72**", "72"), (r"\approx 72", "72")),
+      *(("9*8 = 72", "72"), ("9 x 8 = 72", "72"), ("f(2) = 72", "72")),
+      *((r"\text{Total} = 72", "72"), (r"\frac{9}{2} = 4.5", "4.5")),
       (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
       *((r"\sqrt{12}", r"2\sqrt{3}"), (r"2\sqrt3", r"2 \cdot \sqrt{3}")),
       (r"\sqrt{\frac{1}{3}}", r"\dfrac{\sqrt{3}}{3}"),
@@ -181,6 +207,8 @@ class TestNumeric:
       (r"\frac{1}{2n}(n+1)", r"\frac{1}{2}n(n+1)"),
       (r"\sqrt{4}", "2"),  # Not evaluated.
       (r"\sqrt{2}\sqrt{2}", "2"),
+      *(("2x = 6", "6"), ("x+y = 6", "6"), ("x > 6", "6"), ("x=6,y=4", "4")),
+      *(("5!", "5"), ("2xy", "2"), ("5m", "5"), ("3 pi/hour", "3")),
       ("1.41421356", r"\sqrt{2}"),
       (r"\sqrt{2}, -\sqrt{2}", r"\sqrt{2}"),
       (r"\pm\sqrt{2}", r"\sqrt{2}"),
@@ -269,6 +297,81 @@ class TestNumeric:
         assert math.parse_number(math.normalize_answer(text)) == exact, text
 
 
+# No number is the answer, in sentences as in formulas.
+_NO_NUMBER = (
+  r"""
+x^2; x_2; 2^{10}; 2^10; 10^{-5}; 10^-5; 2^x; x²; 52_8; \log_2 8
+\sqrt[3]{5}; \sqrt 2; 3:30; 3:4; 1.5e6; 1.5e-6
+3*10^5; 3 \times 10^5; 3 x 10^5; 5/1/2024; 2024-05-01
+2nd; (3,4); (3, 4); [3, 4); {3, 4}; \{3, 4\}; 3,4; 72,5; 3 or 4; 3-4; 5 ± 2
+f(3); |x-3|; 2x; 3x; 2 + 3; x + 3; 5 - 3; 3 + 2i; 2x + 3
+x > 3; 3 < x; 2x = 6; \binom{5}{3}
+2\sqrt{3}; 2√3; 2 \pi; \pi; 2π; x1; H2O; v2.5; 5C3
+""".replace("\n", ";")
+  .strip(";")
+  .split(";")
+)
+_FORMS = [
+  *("With 3 of 4, the result is therefore {}.", "The answer is {}"),
+  *("Answer: **{}**", "So ${}$.", r"It is \({}\).", "$$\n{}\n$$", "#### {}"),
+]
+
+
+class TestSentences:
+  @pytest.mark.parametrize("written", map(str.strip, _NO_NUMBER))
+  def test_no_number_is_read_out_of_an_expression(self, written):
+    for form in _FORMS:
+      text = form.replace("{}", written)
+      found = math.numeric(text, written, finished=True)
+      assert math.parse_number(found.extracted or "") is None, text
+      assert found.correct or form[:4] == "With", text
+
+  @pytest.mark.parametrize(
+    "text, number",
+    [
+      *(("It costs \\$5 and then $8.", "8"), ("from $5, it rose by $3", "3")),
+      *(("9 * 2 = $18 every day", "18"), ("16 - 3 = <<16-3=13>>13 eggs", "13")),
+      *(("Total:8/2=4 balls", "4"), ("12/20 x 100% = 60% of them", "60")),
+      *((r"Hence \[9 \times 2 = 18\]", "18"), ("it is -$5.", "-5")),
+      *(
+        (r"3 of \frac{3}{4}.", "3/4"),
+        (r"$\frac34$", "3/4"),
+        ("1 234", "1234"),
+      ),
+      *(("(72).", "72"), ("3 1/2 hours", "7/2"), ("the answer is 5!", "5")),
+      *(('He said "5".', "5"), ("$x = 5$ dollars", "5"), ("*5*", "5")),
+    ],
+  )
+  def test_numbers_at_the_end_are_read(self, text, number):
+    assert math.numeric(text, number, finished=True).correct
+
+  @pytest.mark.parametrize(
+    "piece",
+    [
+      *(
+        r"\(",
+        r"\[",
+        "$",
+        "$$",
+        "$x",
+        r"\$",
+        "(",
+        "(1",
+        "{1",
+        r"\{",
+        "1 ",
+        "1 - ",
+      ),
+      *("x + ", "1=", "$a$, ", "$a$ and ", "1 or ", "1 000 ", "<<", "<a", "**"),
+      *("#### a: ", "answer is ", r"\pi ", r"$a\$", "<think>", "</think>", "'"),
+    ],
+  )
+  def test_hostile_text_is_read_in_linear_time(self, piece):
+    text = (piece * 100_000)[:100_000] + " 7"
+    for form in ("{}", "#### {}", "the answer is {}"):
+      math.numeric(form.replace("{}", text), "42", finished=True)
+
+
 class TestMathVerify:
   def test_symbolic_answers_agree(self, capfd):
     pytest.importorskip("math_verify")
@@ -279,14 +382,27 @@ class TestMathVerify:
         rewards.get_reward("math_verify"), workers=1, deadline_s=60.0
       )
     ) as pool:
-      texts = [r"\boxed{\frac{\sqrt{12}}{2}}", r"\boxed{2}", "none"]
-      answers = [r"\sqrt{3}", "3", "3"]
+      cases = [
+        (r"\boxed{\frac{\sqrt{12}}{2}}", r"\sqrt{3}", True),
+        *((r"\boxed{2}", "3", False), ("none", "3", False)),
+        # Whatever `numeric` accepts, although the library does not.
+        *((r"\boxed{18.90 dollars}", "18.9", True), ("1 234", "1234", True)),
+        # An expression that ends a sentence reaches the library as a whole.
+        *(
+          (r"So $\frac{x+x}{4}$.", r"\frac{x}{2}", True),
+          ("2^10", "1024", True),
+        ),
+        *((r"So $\frac{3}{4}$.", "4", False), ("3 1/2", "2", False)),
+        *(("$3$ or $4$", "4", False), ("$4$ or $3$", r"\{3, 4\}", True)),
+        (r"<think>\boxed{x}</think> $2x$", "2x", True),
+      ]
+      texts, answers, right = zip(*cases)
       verdicts = pool.judge(
         [
           {"response": r, "answer": a, "finished": True, "columns": {}}
           for r, a in zip(texts, answers)
         ]
       )
-    assert [v.correct for v in verdicts] == [True, False, False]
+    assert tuple(v.correct for v in verdicts) == right
     assert not any(v.error for v in verdicts)
     assert not capfd.readouterr().err  # No time-limit warnings.
