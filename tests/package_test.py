@@ -105,6 +105,24 @@ class TestInstalled:
       assert "METHOD: adhint, areal, arrol, asyppo," in done.stdout
       assert "PRESET: long_tail, smollm2, gsm8k," in done.stdout
 
+  def test_programs_are_modules(self, installed, tmp_path):
+    run = lambda *arguments, **more: programs.finish(
+      *("-m", *arguments),
+      cwd=tmp_path,
+      env=programs.environment(installed[0]),
+      **more,
+    )
+    shown, _ = run("jaxrl_llm")
+    names = [line.split()[0] for line in shown.splitlines() if line[:2] == "  "]
+    assert sorted(f"jaxrl-{name}" for name in names) == sorted(installed[1])
+    _, error = run("jaxrl_llm", "trian", code=2)
+    assert error.startswith("error: no program 'trian'; choose accelerator, ")
+    for module in (["jaxrl_llm", "train"], ["jaxrl_llm.scripts.train"]):
+      _, error = run(*module, "--config=vapo", "--config.run.stepz=3", code=2)
+      assert error == (
+        "error: --config.run.stepz: no such key; did you mean run.steps?\n"
+      )
+
   def test_a_bare_name_is_a_method_of_the_package(self, installed, tmp_path):
     arguments = ("--config=vapo:gsm8k", "--config.num_generations=8")
     done = _run(installed[0], tmp_path, "jaxrl-train", *arguments)
