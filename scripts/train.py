@@ -23,7 +23,6 @@ import sys
 import time
 import traceback
 import warnings
-from typing import NoReturn
 
 from absl import flags, logging
 from ml_collections import config_flags
@@ -86,9 +85,9 @@ def check_flags() -> None:
     )
 
 
-def _fail(message: str, *, code: int = 2) -> NoReturn:
+def _fail(message: str, *, code: int = 2) -> int:
   print(f"error: {message}", file=sys.stderr)
-  sys.exit(code)
+  return code
 
 
 def make_config(folder: pathlib.Path):
@@ -170,6 +169,7 @@ def _unraisable(fault) -> None:
 def main(argv):
   del argv
   from jaxrl_llm.errors import TrainingStopped
+  from jaxrl_llm.system import processes
 
   # For a failed save, Orbax logs hundreds of lines in addition to raising.
   logging.set_verbosity(logging.FATAL)
@@ -178,20 +178,22 @@ def main(argv):
   try:
     return run()
   except InputError as error:
-    _fail(str(error))
+    return _fail(str(error))
   except (TrainingStopped, OSError) as error:  # Such as a full disk.
-    _fail(str(error), code=1)
-  except SystemExit as error:  # User code: a loss, a source, a tracker.
+    return _fail(str(error), code=1)
+  except SystemExit as error:  # User code: a loss, a source.
     frames = traceback.extract_tb(error.__traceback__)
     at = [f for f in frames if not f.filename.startswith("<frozen")][-1]
     said = (
       f"{at.filename}:{at.lineno} called exit({error.code!r});"
       " raise an error instead, and rerun with the same --workdir to continue"
     )
-    _fail(said, code=1)
+    return _fail(said, code=1)
   except KeyboardInterrupt:  # Before the loop, which handles it itself.
     said = "stopped before training began; there is nothing to save"
-    _fail(said, code=128 + signal.SIGINT)
+    return _fail(said, code=128 + signal.SIGINT)
+  finally:
+    processes.disconnect()
 
 
 if __name__ == "__main__":

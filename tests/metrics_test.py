@@ -1,10 +1,12 @@
 """Tests of jaxrl_llm.metrics."""
 
 import concurrent.futures
+import errno
 import io
 import itertools
 import json
 import math
+import os
 import pathlib
 import resource
 import socket
@@ -108,16 +110,39 @@ class TestJsonlWriter:
     writer = metrics.JsonlWriter(path, clock=Clock())
     writer.log(0, {"x": 1.0})
     before = path.read_bytes()
-    write = metrics.writers.os.write
+    write, parts = metrics.writers.os.write, [7]
+
+    def until_it_is_full(file, data):
+      if not parts:
+        raise OSError(errno.ENOSPC, "No space left on device")
+      return write(file, data[: parts.pop()])
+
     with monkeypatch.context() as patch:
-      patch.setattr(
-        metrics.writers.os, "write", lambda file, data: write(file, data[:7])
-      )
-      with pytest.raises(OSError, match="disk full"):
+      patch.setattr(metrics.writers.os, "write", until_it_is_full)
+      with pytest.raises(
+        OSError, match=r"No space left on device: '.*m\.jsonl'"
+      ):
         writer.log(1, {"x": 2.0})
     assert path.read_bytes() == before
     writer.log(1, {"x": 2.0})
     assert [row["step"] for row in _read(path)] == [0, 1]
+
+  @pytest.mark.parametrize("how", ["removed", "replaced"])
+  def test_a_file_that_is_gone_is_restored(self, tmp_path, how):
+    path = tmp_path / "m.jsonl"
+    writer = metrics.JsonlWriter(path, clock=Clock())
+    writer.log(0, {"x": 1.0})
+    path.unlink()
+    if how == "replaced":
+      path.write_text("other")
+    writer.log(1, {"x": 2.0})
+    writer.close()
+    assert [row["x"] for row in _read(path)] == [1.0, 2.0]
+
+  def test_something_else_than_a_file_is_refused(self, tmp_path):
+    os.mkfifo(tmp_path / "m.jsonl")
+    with pytest.raises(OSError, match="not a regular file.*m.jsonl"):
+      metrics.JsonlWriter(tmp_path / "m.jsonl")
 
   def test_damage_before_the_end_names_file_and_line(self, tmp_path):
     path = tmp_path / "m.jsonl"

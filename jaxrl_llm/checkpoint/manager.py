@@ -64,7 +64,7 @@ class Checkpointer:
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "commit")
     self._saving: tuple[int, concurrent.futures.Future] | None = None
     self._errors: list[str] = []
-    processes.of_first(self._prepare)
+    processes.of_first(lambda: self._prepare(parents=True))
 
   def latest_step(self) -> int | None:
     """Returns the newest complete step; None if there is none."""
@@ -208,9 +208,10 @@ class Checkpointer:
     if self._orbax is not None:
       self._orbax.close()
 
-  def _prepare(self) -> None:
+  def _prepare(self, parents: bool = False) -> None:
     """Makes the directory and removes leftovers of killed saves."""
-    self.directory.mkdir(parents=True, exist_ok=True)
+    # Later, without parents: the run's folder may have been moved.
+    self.directory.mkdir(parents=parents, exist_ok=True)
     if not commit.steps(self.directory):  # The base is another run's.
       shutil.rmtree(self.directory / _BASE, ignore_errors=True)
     for pattern in _TEMPORARY:

@@ -1,17 +1,22 @@
 """Logs one row per step to files, trackers and the console."""
 
 import contextlib
+import functools
+import math
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from jaxrl_llm.metrics.console import ConsoleWriter
 from jaxrl_llm.metrics.measure import watch_compilations
+from jaxrl_llm.metrics.outlets import Background, Outlet
 from jaxrl_llm.metrics.samples import Sample
 from jaxrl_llm.metrics.trackers import TRACKERS
 from jaxrl_llm.metrics.watchdog import Watchdog
-from jaxrl_llm.metrics.writers import JsonlWriter, NullWriter, number
+from jaxrl_llm.metrics.writers import JsonlWriter, NullWriter, Row, number
+from jaxrl_llm.system import streams
 
 _PHASES = ("time/", "host/")
 _SHOWN = 4  # Number of responses shown on the console.
@@ -48,9 +53,8 @@ class PhaseLogger(contextlib.ExitStack):
       file = JsonlWriter(times)
       self.callback(file.close)
       of_phases = lambda row: {k: row[k] for k in row if k.startswith(_PHASES)}
-      self._logs.append(
-        lambda step, row: file.log(step, of_phases(row), role=role)
-      )
+      write = lambda step, row: file.log(step, of_phases(row), role=role)
+      self._logs.append(Outlet(str(times), write, self.event))
 
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
     """Logs the metrics of a step, each a single number."""
@@ -107,33 +111,61 @@ class MetricsLogger(PhaseLogger):
     """
     super().__init__(**watched)
     workdir = pathlib.Path(workdir)
-    rows, self._samples = (
-      JsonlWriter(workdir / name) for name in ("metrics.jsonl", "samples.jsonl")
+    rows = JsonlWriter(workdir / "metrics.jsonl")
+    rows.truncate_after(last_step)
+    self.callback(rows.close)
+    console = ConsoleWriter(total_steps=total_steps, stream=stream)
+    self._console = Outlet(
+      "console",
+      lambda method, *args: getattr(console, method)(*args),
+      lambda line: print(line, file=sys.stderr),
     )
-    for file in (rows, self._samples):
-      file.truncate_after(last_step)
-      self.callback(file.close)
-    tracked = [
-      self.enter_context(
-        TRACKERS[name](workdir, last_step=last_step, settings=settings)
+    self.callback(self._console, "close")
+    self._samples = Outlet("samples.jsonl", self._append, self.event)
+    self._file = workdir / "samples.jsonl", None
+    self._samples([], last_step)
+    trackers = [
+      Background(
+        name,
+        TRACKERS[name](workdir, last_step=last_step, settings=settings),
+        self.event,
       )
       for name in tracked_by
     ]
-    self._console = ConsoleWriter(total_steps=total_steps, stream=stream)
-    self.callback(self._console.close)
+    self.callback(self._report, [self._console, self._samples, *trackers])
+    for tracker in trackers:
+      self.callback(tracker.close)
+    of_console = functools.partial(functools.partial, self._console)
     self.callback(
-      watch_compilations(self._console.compiling, self._console.compiled)
+      watch_compilations(of_console("compiling"), of_console("compiled"))
     )
-    self._logs += rows.log, *tracked, self._console.log
+    self._logs += rows.log, *trackers, of_console("log")
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Logs responses of a step; the console shows the first few."""
-    self._samples.append([sample.row(step) for sample in samples])
-    self._console.samples(step, samples[:_SHOWN])
+    self._samples([sample.row(step) for sample in samples])
+    self._console("samples", step, samples[:_SHOWN])
+
+  def _append(self, rows: Sequence[Row], last_step: float = math.inf) -> None:
+    path, file = self._file
+    if file is None:
+      file = JsonlWriter(path)
+      file.truncate_after(last_step)
+      self.callback(file.close)
+      self._file = path, file
+    file.append(rows)
+
+  def _report(self, outlets: Sequence[Outlet]) -> None:
+    """Counts what was not written, as the last line."""
+    lost = [line for outlet in outlets for line in outlet.losses()]
+    if lost := [*lost, *streams.losses()]:
+      self.event(f"not written: {'; '.join(lost)}")
+      if streams.losses():  # Perhaps the line, too.
+        print(f"not written: {'; '.join(lost)}", file=sys.stderr)
 
   def event(self, text: str) -> None:
     """Shows a line on the console."""
-    self._console.event(text)
+    self._console("event", text)
 
   def rows(self, path: str | os.PathLike) -> JsonlWriter:
     """Opens another file of rows."""
@@ -141,5 +173,5 @@ class MetricsLogger(PhaseLogger):
 
   def phase(self, name: str) -> None:
     """Records and shows that a phase of the step begins."""
-    self._console.phase(name)
+    self._console("phase", name)
     super().phase(name)

@@ -1,7 +1,8 @@
 """Experiment trackers, in addition to `metrics.jsonl`.
 
 A tracker in `TRACKERS` is a context manager with arguments (workdir, *,
-last_step, settings) that yields a function of (step, metrics).
+last_step, settings) that yields a function of (step, metrics). It runs in a
+thread of its own, and the run goes on if it fails or hangs.
 """
 
 import contextlib
@@ -27,20 +28,29 @@ def tensorboard(workdir: pathlib.Path, *, last_step: int, **_) -> Iterator[Log]:
   files.
   """
   # Imported here: it is slow to import, and only the main process writes.
-  import tensorboardX
+  from tensorboardX import event_file_writer, summary
+  from tensorboardX.proto import event_pb2
 
-  with tensorboardX.SummaryWriter(
-    str(workdir / "tensorboard"),
-    purge_step=last_step + 1,
-    # Two runs within one second must not share a file.
-    filename_suffix=f".{time.time_ns()}",
-  ) as writer:
+  folder = workdir / "tensorboard"
+  folder.mkdir(exist_ok=True)
+  # Not `SummaryWriter`: its thread reports no errors. Two runs within one
+  # second must not share a file.
+  writer = event_file_writer.EventsWriter(
+    str(folder / "events"), f".{time.time_ns()}"
+  )
 
-    def log(step: int, metrics: Mapping[str, float]) -> None:
-      for name, value in metrics.items():
-        writer.add_scalar(name, value, step)
-      writer.flush()
+  def write(step: int, **content: Any) -> None:
+    event = event_pb2.Event(wall_time=time.time(), step=step, **content)
+    writer.write_event(event)
 
+  def log(step: int, metrics: Mapping[str, float]) -> None:
+    for name, value in metrics.items():
+      write(step, summary=summary.scalar(name, value))
+    writer.flush()
+
+  starts = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+  write(last_step + 1, session_log=starts)
+  with contextlib.closing(writer):
     yield log
 
 

@@ -63,12 +63,14 @@ class Watchdog:
         file=sys.stderr,
         flush=True,
       )
-      # In a thread: a file system that hangs must not keep the process alive.
+      # In a thread: a file system or a terminal that hangs must not keep the
+      # process alive.
       naming = threading.Thread(target=self._name_suspects, daemon=True)
       naming.start()
-      naming.join(10)
-      faulthandler.dump_traceback(file=2, all_threads=True)
+      naming.join(20)
       os._exit(1)
 
   def _name_suspects(self) -> None:
-    print(*self.suspects(), sep="\n", file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):
+      print(*self.suspects(), sep="\n", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(file=2, all_threads=True)

@@ -1,5 +1,7 @@
 """Writers of metric rows: append-only JSON lines that survive crashes."""
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.system import files
 
 Row = dict[str, Any]
 
@@ -64,14 +67,22 @@ class JsonlWriter:
     last_step: the step of the last row, None for an empty file.
   """
 
+  _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
+
   def __init__(
     self, path: str | os.PathLike, *, clock: Callable[[], float] = time.time
   ):
-    """Opens or creates the file; drops an incomplete last line."""
+    """Opens or creates the file; drops an incomplete last line.
+
+    Raises:
+      InputError: A line is damaged.
+      OSError: It cannot be written.
+    """
     self._path, self._clock = pathlib.Path(path), clock
     self._path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    self._file = os.open(self._path, flags, 0o666)
+    if self._path.exists() and not self._path.is_file():
+      raise OSError(errno.EINVAL, "not a regular file", str(path))
+    self._file = os.open(self._path, self._FLAGS, 0o666)
     self.truncate_after(math.inf)
 
   def truncate_after(self, step: float) -> None:
@@ -85,16 +96,34 @@ class JsonlWriter:
     os.fsync(self._file)
 
   def append(self, rows: Sequence[Row]) -> None:
-    """Writes all rows or none; each has a `step`."""
+    """Writes all rows or none; each has a `step`.
+
+    A file that was removed or replaced meanwhile is restored.
+    """
     data = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-    data = data.encode()
-    size = os.fstat(self._file).st_size
-    if os.write(self._file, data) != len(data):
-      os.ftruncate(self._file, size)
-      raise OSError(f"{self._path}: disk full, the row was not written")
-    os.fsync(self._file)
+    left = data.encode()
+    with files.named(self._path):
+      self._restore()
+      size = os.fstat(self._file).st_size
+      try:
+        while left:  # A full disk takes a part, and the next call raises.
+          left = left[os.write(self._file, left) :]
+      except OSError:
+        os.ftruncate(self._file, size)
+        raise
+      os.fsync(self._file)
     if rows:
       self.last_step = rows[-1]["step"]
+
+  def _restore(self) -> None:
+    own = os.fstat(self._file)
+    with contextlib.suppress(FileNotFoundError):
+      if os.path.samestat(own, self._path.stat()):
+        return
+    rows = os.pread(self._file, own.st_size, 0).decode()
+    files.write_whole(self._path, rows)
+    os.close(self._file)
+    self._file = os.open(self._path, self._FLAGS)
 
   def log(self, step: int, metrics: Mapping[str, float], **labels: str) -> None:
     """Appends the row of a step; `labels` are further fields with text.

@@ -276,12 +276,16 @@ def serve(pickled: str, path: str) -> None:
 def _answer(
   fn: Callable[..., Any], given: Mapping[str, Any]
 ) -> tuple[Any, str | None]:
+  own = os.getpid()
   try:
     return fn(**given), None
   # Any failure is an error, never a result. This includes `exit()`, which would
   # end the run when called inline.
   except (Exception, SystemExit) as error:
     return None, failure(error)
+  finally:
+    if os.getpid() != own:  # A fork of user code must not continue the run.
+      os._exit(0)
 
 
 def _verdicts(

@@ -17,6 +17,7 @@ import collections
 import contextlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -91,6 +92,14 @@ def connect(
     setattr(library, name, in_process)
   if jax.process_count() > 1:
     threading.Thread(target=_watch, name="watch", daemon=True).start()
+
+
+def disconnect() -> None:
+  """Disconnects once all processes are done; does nothing without others."""
+  global _patience_s
+  if distributed.global_state.client is not None:
+    _patience_s = math.inf  # From now on the others may end.
+    jax.distributed.shutdown()
 
 
 class _Service:

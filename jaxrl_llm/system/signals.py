@@ -7,10 +7,14 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
-from jaxrl_llm.system import processes
+from jaxrl_llm.system import processes, streams
 
-_NAMES = (signal.SIGINT, signal.SIGTERM)
+_ASKED = (signal.SIGINT, signal.SIGTERM)
+# These would end the process without a word: a closed terminal, a batch system
+# or a limit that gives notice, a timer of user code.
+_ELSE = "SIGHUP SIGUSR1 SIGUSR2 SIGALRM SIGVTALRM SIGPROF SIGXCPU".split()
 # Stops a run like a signal, but is the exit code itself (EX_TEMPFAIL: "try
 # again"). No signal has this number.
 SUSPECT = 75
@@ -38,10 +42,13 @@ class Stopped:
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[Stopped]:
-  """Makes SIGINT and SIGTERM end the run after the step; a second one at once.
+  """Makes a signal end the run after the step, instead of at once.
 
-  The first one is acknowledged at once on standard error. Outside the main
-  thread, which alone handles signals, nothing changes.
+  This holds for SIGINT, SIGTERM and every other signal that would end the
+  process; signals that it handles or ignores (nohup) stay so. A second SIGINT
+  or SIGTERM ends the process at once. The first one is acknowledged at once on
+  standard error. Outside the main thread, which alone handles signals, nothing
+  changes.
   """
   stopped = Stopped()
   if threading.current_thread() is not threading.main_thread():
@@ -58,31 +65,38 @@ def stop_on_signal() -> Iterator[Stopped]:
   reader, writer = socket.socketpair()
   writer.setblocking(False)
   watcher = threading.Thread(
-    target=_answer, args=(reader, stopped), daemon=True
+    target=_answer, args=(reader, stopped, handle), daemon=True
   )
   watcher.start()
-  before = {name: signal.signal(name, handle) for name in _NAMES}
+  other = [getattr(signal, name) for name in _ELSE]
+  taken = [x for x in other if signal.getsignal(x) == signal.SIG_DFL]
+  before = {name: signal.signal(name, handle) for name in (*_ASKED, *taken)}
+  # As in Python: a write to a closed pipe raises, and does not end the process.
+  before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
   woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
   try:
     yield stopped
   finally:
     signal.set_wakeup_fd(woken)
+    writer.close()
+    watcher.join()  # It looks at the handlers.
+    reader.close()
     for name, handler in before.items():
       signal.signal(name, handler)
-    writer.close()
-    watcher.join()
-    reader.close()
 
 
-def _answer(reader: socket.socket, stopped: Stopped) -> None:
-  """Reports what the first signal waits for; the second ends the process."""
-  received = False
+def _answer(reader: socket.socket, stopped: Stopped, handle: Any) -> None:
+  """Reports what the first signal waits for; a second request ends it."""
+  seen = set()
   while number := reader.recv(1):
-    if number[0] not in _NAMES:
+    if signal.getsignal(number[0]) is not handle:  # User code handles it.
       continue
-    if received:  # The main thread has not handled the first one yet.
+    # A closed terminal sends several signals, which are no second request.
+    asked = number[0] in _ASKED
+    if asked and asked in seen:  # The main thread has not handled the first.
       os._exit(128 + number[0])
-    received = True
-    text = f"finishing {stopped.doing}; press Ctrl-C again to stop now"
-    # Not print: the main thread may hold the lock of its buffer.
-    os.write(2, f"\n{text}\n".encode())
+    if asked not in seen:
+      seen.add(asked)
+      text = f"finishing {stopped.doing}; press Ctrl-C again to stop now"
+      # Not print: the main thread may hold the lock of its buffer.
+      streams.Output(2).write(f"\n{text}\n".encode())

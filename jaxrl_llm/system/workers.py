@@ -21,6 +21,8 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, TextIO
 
+from jaxrl_llm.system import streams
+
 LONGEST_ANSWER = 2**24  # Bytes; longer answers end the worker.
 _START_DEADLINE_S = 120.0  # Imports on a busy machine.
 _PACKAGE = pathlib.Path(__file__).parents[1]
@@ -180,10 +182,12 @@ class Worker:
 def channels() -> tuple[BinaryIO, TextIO]:
   """Returns a worker's input and output, separate from printed text.
 
-  The standard streams of the process become an empty input and standard error.
+  The standard streams of the process become an empty input and standard error,
+  which drops what nobody reads.
   The input ends when the process that started the worker ends.
   """
   lines, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
+  streams.protect(patience_s=0.1)
   return lines, answers

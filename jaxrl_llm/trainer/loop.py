@@ -38,6 +38,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from jaxrl_llm import checkpoint, fleet, metrics, sync
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.system import processes, signals
@@ -218,46 +220,37 @@ def _train_on(
   rows = folder.rows()
   health = metrics.Health(rows)
   unjudged = functools.reduce(_unjudged_in_a_row, rows, 0)
-  while states.step < config.run.steps and not stopped.agreed():
-    stopped.doing = f"step {states.step + 1}"
-    states, weights, row = iterate(run, states, weights, timer, logger)
-    step, off = states.step, row.get("sampler_trainer/logprob_diff_max", 0.0)
-    if config.sampler.exact and off != 0:
-      raise sync.inexact(off)
-    if step % config.eval.every == 0 or step == config.run.steps:
-      with timer.phase("evaluate"):
-        row |= evaluate(run, states, weights, logger)
-    row |= timer.collect()
-    for line in saver.new_errors():
-      logger.event(line)
-    row |= speed.speed(run.learner, row) | {
-      "memory/peak_gib": metrics.peak_memory_gib(),
-      "checkpoint/failures": saver.failures,
-    }
-    row |= logger.more()
-    holds, warnings = health.check(step, row)
-    row |= holds
-    # Log first: a checkpoint guarantees that its row is on disk. The time of a
-    # save is therefore in the next row.
-    logger.log(step, row)
-    for warning in warnings:
-      logger.event(warning)
-    if "host/suspect" in row and config.run.on_suspect == "stop":
-      stopped.signal = stopped.signal or signals.SUSPECT
-    best = config.checkpoint.best
-    if step % config.checkpoint.every == 0 or (
-      best in row and folder.best_step(best) == step
-    ):
-      with timer.phase("checkpoint"):
-        _save(states, saver, folder, run)
-    unjudged = _unjudged_in_a_row(unjudged, row)
-    if unjudged >= config.run.max_skipped:
-      break
-  with timer.phase("checkpoint"):
-    saver.wait()
-    if of_first(saver.latest_step) != states.step:
-      _save(states, saver, folder, run)
-      saver.wait()
+  try:
+    while states.step < config.run.steps and not stopped.agreed():
+      folder.check()
+      stopped.doing = f"step {states.step + 1}"
+      states, weights, row, warnings = _step(
+        run, states, weights, saver, logger, timer, health
+      )
+      for warning in warnings:
+        logger.event(warning)
+      if "host/suspect" in row and config.run.on_suspect == "stop":
+        stopped.signal = stopped.signal or signals.SUSPECT
+      best, step = config.checkpoint.best, states.step
+      if step % config.checkpoint.every == 0 or (
+        best in row and folder.best_step(best) == step
+      ):
+        with timer.phase("checkpoint"):
+          _save(states, saver, folder, run)
+      unjudged = _unjudged_in_a_row(unjudged, row)
+      if unjudged >= config.run.max_skipped:
+        break
+  except (TrainingStopped, sync.SyncError):
+    raise
+  except (Exception, SystemExit):  # Such as of a user's loss.
+    # Several processes do not fail together, and cannot save together. Arrays
+    # of a step that failed half-way cannot be saved either.
+    if jax.process_count() == 1:
+      with contextlib.suppress(Exception):
+        _save_last(states, folder, saver, run, timer)
+        logger.event(f"an error; step {saver.latest_step()} is saved")
+    raise
+  _save_last(states, folder, saver, run, timer)
   if of_first(saver.latest_step) != states.step:
     errors = of_first(saver.new_errors)
     raise TrainingStopped(f"{errors[-1]}; resume with the same --workdir")
@@ -268,6 +261,40 @@ def _train_on(
       " reward and resume with the same --workdir"
     )
   return states
+
+
+def _step(run, states, weights, saver, logger, timer, health) -> tuple:
+  """Makes a step and logs its row; also returns warnings about it."""
+  states, weights, row = iterate(run, states, weights, timer, logger)
+  step, off = states.step, row.get("sampler_trainer/logprob_diff_max", 0.0)
+  if run.config.sampler.exact and off != 0:
+    raise sync.inexact(off)
+  if step % run.config.eval.every == 0 or step == run.config.run.steps:
+    with timer.phase("evaluate"):
+      row |= evaluate(run, states, weights, logger)
+  row |= timer.collect()
+  for line in saver.new_errors():
+    logger.event(line)
+  row |= speed.speed(run.learner, row) | {
+    "memory/peak_gib": metrics.peak_memory_gib(),
+    "checkpoint/failures": saver.failures,
+  }
+  row |= logger.more()
+  holds, warnings = health.check(step, row)
+  row |= holds
+  # Log first: a checkpoint guarantees that its row is on disk. The time of a
+  # save is therefore in the next row.
+  logger.log(step, row)
+  return states, weights, row, warnings
+
+
+def _save_last(states, folder, saver, run, timer) -> None:
+  """Saves the states, unless the last checkpoint has them."""
+  with timer.phase("checkpoint"):
+    saver.wait()
+    if of_first(saver.latest_step) != states.step:
+      _save(states, saver, folder, run)
+      saver.wait()
 
 
 def _unjudged_in_a_row(before: int, row: Mapping[str, float]) -> int:

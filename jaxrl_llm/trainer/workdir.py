@@ -21,12 +21,11 @@ from jaxrl_llm import base_models, checkpoint, digest, metrics
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import workdir as reading
 from jaxrl_llm.data import sources
-from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.errors import InputError, TrainingStopped, as_input_error
 from jaxrl_llm.models import hf
 from jaxrl_llm.system import files, processes
 from jaxrl_llm.workdir import Changes
 
-_FILES = (reading.ROWS, "samples.jsonl")
 _DATA = "data.path"
 
 
@@ -49,6 +48,8 @@ class Workdir:
   """The directory of a run that is trained or resumed."""
 
   path: pathlib.Path
+  # Descriptor of the folder, once it is held.
+  _folder: list[int] = dataclasses.field(default_factory=list, repr=False)
 
   @contextlib.contextmanager
   def held(self) -> Iterator[None]:
@@ -71,10 +72,13 @@ class Workdir:
       )
     with self._writing():
       self.path.mkdir(parents=True, exist_ok=True)
-      for place in (self.path / name for name in (*_FILES, "checkpoints")):
-        if place.exists() and place.is_file() != (place.name in _FILES):
-          raise OSError(f"{place.name} in it is of the wrong type")
+      for name in (reading.ROWS, "checkpoints"):
+        place, folder = self.path / name, name == "checkpoints"
+        if place.exists() and place.is_file() == folder:
+          what = "folder" if folder else "file"
+          raise InputError(f"{place}: not a {what}; move it away")
       file = (self.path / "lock").open("a")
+      self._folder[:] = [os.open(self.path, os.O_RDONLY)]
     with file:
       try:
         # The system releases the lock however the process ends. It also works
@@ -87,7 +91,30 @@ class Workdir:
         ) from None
       except OSError:
         print(f"{self.path}: cannot be locked; do not start a second run in it")
-      yield
+      try:
+        yield
+      finally:
+        os.close(self._folder.pop())
+
+  @_of_first
+  def check(self) -> None:
+    """Checks that the path is still that of the folder that is held.
+
+    Raises:
+      TrainingStopped: The folder was moved or deleted, so that nothing can be
+        saved.
+    """
+    with contextlib.suppress(FileNotFoundError):
+      if os.path.samestat(os.stat(self.path), os.fstat(self._folder[0])):
+        return
+    now = os.path.realpath(f"/proc/self/fd/{self._folder[0]}")
+    todo = f"resume with --workdir={now}"
+    if not os.path.isdir(now):
+      now, todo = "", "restore it from a copy"
+    raise TrainingStopped(
+      f"{self.path}: the folder of this run was"
+      f" {f'moved to {now}' if now else 'deleted'} while it trained; {todo}"
+    )
 
   @_of_first
   def steps(self, step: int | None = None) -> list[int]:

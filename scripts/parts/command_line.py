@@ -1,9 +1,12 @@
 """Command lines of programs that take --config."""
 
 import functools
+import os
 import re
 import sys
+import threading
 from collections.abc import Callable
+from typing import Any
 
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
@@ -11,6 +14,9 @@ from ml_collections import ConfigDict, config_flags
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.config import hints, presets
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.system import streams
+
+_LEAVE_S = 10.0  # Time to end threads and child processes.
 
 
 class _MethodFile(flags.ArgumentParser):
@@ -44,12 +50,35 @@ def run(
 ) -> None:
   """Runs a program; an invalid command line prints one line and exits with 2.
 
+  Readers of its output, and threads and processes that user code has started,
+  do not keep it from ending.
+
   Args:
     main: takes the arguments that are not flags.
     check: raises InputError for flags that cannot be combined.
   """
+  streams.protect()
   parse = functools.partial(_parse, check=check)
-  app.run(main, _prepared(sys.argv), flags_parser=parse)
+  app.run(
+    functools.partial(_leave_after, main),
+    _prepared(sys.argv),
+    flags_parser=parse,
+  )
+
+
+def _leave_after(main: Callable[[list[str]], Any], argv: list[str]) -> Any:
+  code: Any = 1
+  try:
+    code = main(argv)
+    return code
+  except SystemExit as error:
+    code = error.code
+    raise
+  finally:
+    code = code if isinstance(code, int) else int(code is not None)
+    leave = threading.Timer(_LEAVE_S, os._exit, [code])
+    leave.daemon = True
+    leave.start()
 
 
 def answer_help(argv: list[str]) -> None:

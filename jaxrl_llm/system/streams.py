@@ -1,0 +1,98 @@
+"""Standard streams that cannot stop a program.
+
+A log is read by others: `| head` ends, a pager stops reading, a terminal
+closes, a disk fills up. Text that they do not take is dropped and counted.
+"""
+
+import contextlib
+import fcntl
+import io
+import os
+import select
+import sys
+from collections.abc import Callable
+from typing import Any
+
+PATIENCE_S = 5.0  # How long a reader may stop reading before text is dropped.
+_NAMES = {1: "stdout", 2: "stderr"}
+_PART = select.PIPE_BUF  # A pipe that can be written to takes as many bytes.
+
+
+class Output(io.RawIOBase):
+  """Bytes written to a file descriptor, or dropped; never raises or hangs.
+
+  Attributes:
+    lost: number of lines that were dropped.
+    why: reason of the first loss.
+    tell: called with a line at the first loss.
+  """
+
+  def __init__(self, number: int, patience_s: float = PATIENCE_S):
+    super().__init__()
+    self.tell: Callable[[str], Any] = lambda line: None
+    # A copy: user code may close the original, and a file of the run that is
+    # opened later would have its number.
+    self._number = self._file = number
+    with contextlib.suppress(OSError):
+      self._file = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
+    self._patience_s, self.lost, self.why = patience_s, 0, ""
+
+  def write(self, data) -> int:
+    left = memoryview(data).cast("B")
+    whole = len(left)
+    try:
+      while left:
+        ready = select.poll()
+        ready.register(self._file, select.POLLOUT)
+        if not ready.poll(0 if self.why else 1000 * self._patience_s):
+          raise TimeoutError(None, "nobody reads it")
+        left = left[os.write(self._file, left[:_PART]) :]
+    except OSError as error:
+      self.lost += max(bytes(left).count(b"\n"), 1)
+      if not self.why:
+        self.why = error.strerror
+        self.tell(f"{_NAMES[self._number]}: {self.why}; the run goes on\n")
+    return whole
+
+  def writable(self) -> bool:
+    return True
+
+  def fileno(self) -> int:
+    return self._file
+
+  def isatty(self) -> bool:
+    return os.isatty(self._file)
+
+
+def protect(patience_s: float = PATIENCE_S) -> None:
+  """Makes standard output and error drop what nobody takes."""
+  # A stream that was closed would get the number of a file of the run.
+  while (file := os.open(os.devnull, os.O_RDWR)) < 3:
+    pass
+  os.close(file)
+  outputs = {x: Output(number, patience_s) for number, x in _NAMES.items()}
+  for name, output in outputs.items():
+    encoding = getattr(getattr(sys, name), "encoding", "utf-8")
+    # A lost line is reported on the other stream.
+    (other,) = (x for x in outputs.values() if x is not output)
+    output.tell = lambda line, other=other: other.write(line.encode())
+    text = io.TextIOWrapper(
+      io.BufferedWriter(output),
+      encoding,
+      "backslashreplace",
+      line_buffering=True,
+    )
+    setattr(sys, name, text)
+
+
+def losses() -> list[str]:
+  """Returns how much each protected stream has dropped, if anything."""
+  buffers = {
+    x: getattr(getattr(sys, x), "buffer", None) for x in _NAMES.values()
+  }
+  raws = {name: getattr(x, "raw", None) for name, x in buffers.items()}
+  return [
+    f"{raw.lost} lines of {name} ({raw.why})"
+    for name, raw in raws.items()
+    if isinstance(raw, Output) and raw.lost
+  ]

@@ -1,0 +1,162 @@
+"""Faults around scripts/train.py: rows, arrays and exit code stay the same."""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import programs, tiny_run
+
+from jaxrl_llm.checkpoint import commit
+
+# Each line of input starts scripts/train.py in a process forked from this one,
+# which has imported the modules: [arguments, commands of the shell that set up
+# its streams, line of Python to run before].
+_SERVER = """
+import json, os, sys, runpy
+import jaxrl_llm.trainer.build, jaxrl_llm.trainer.loop, tensorboardX
+from parts import command_line, dry_run
+from absl import flags
+
+for line in sys.stdin:
+  child = os.fork()
+  if not child:
+    break
+  _, status = os.waitpid(child, 0)
+  print(os.waitstatus_to_exitcode(status), flush=True)
+else:
+  sys.exit()
+arguments, out, err, before = json.loads(line)
+with open(os.devnull) as none:
+  os.dup2(none.fileno(), 0)
+for number, name in ((1, out), (2, err)):
+  if name == "closed":
+    os.close(number)
+  elif name == "ended":  # Such as `| head`.
+    ends = os.pipe()
+    os.dup2(ends[1], number)
+    os.close(ends[0])
+  elif name == "unread":  # Such as a pager that waits for a key.
+    os.dup2(os.pipe()[1], number)
+    os.set_blocking(number, False)
+    with __import__("contextlib").suppress(BlockingIOError):
+      while True:
+        os.write(number, b"x" * 4096)
+    os.set_blocking(number, True)
+  else:
+    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+if out == "closed":
+  sys.stdout = None
+sys.argv = arguments
+exec(before)
+runpy.run_path(arguments[0], run_name="__main__")
+"""
+_SERVICES = {
+  "wandb": """
+def init(**_): pass
+def finish(): pass
+def log(row, step):
+  if step == 1:
+    raise ConnectionError("no route to the service")
+""",
+  "trackio": """
+import time
+def init(**_): time.sleep(3600)
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory, model):
+  """train(folder, out, err, before, **changes) -> exit code, both outputs."""
+  scratch = tmp_path_factory.mktemp("faults")
+  for name, code in _SERVICES.items():
+    (scratch / f"{name}.py").write_text(code)
+  environment = programs.environment_of_tests()
+  environment["PYTHONPATH"] += f":{scratch}:scripts"
+  environment["XLA_FLAGS"] = programs.FLAGS
+  with (scratch / "server").open("w") as errors:
+    server = subprocess.Popen(
+      [sys.executable, "-c", _SERVER],
+      env=environment,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=errors,
+      text=True,
+    )
+
+  def run(folder, out="", err="", before="", flags=None, **changes):
+    logs = [scratch / f"{folder.name}.{name}" for name in ("out", "err")]
+    for log in logs:
+      log.write_text("")
+    changes = {"run__steps": 3, "value__pretrain_steps": 0} | changes
+    if flags is None:
+      flags = tiny_run.flags(model, folder, **changes)
+    asked = ["scripts/train.py", *flags], out or str(logs[0])
+    asked = *asked, err or str(logs[1]), before
+    print(json.dumps(asked), file=server.stdin, flush=True)
+    code = int(server.stdout.readline())
+    return code, *(log.read_text() for log in logs)
+
+  with server:
+    yield run
+    server.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, train):
+  folder = tmp_path_factory.mktemp("plain") / "run"
+  code, out, err = train(folder)
+  assert code == 0, out + err
+  assert "not written" not in out
+  return folder
+
+
+def check_same(folder, plain):
+  assert tiny_run.comparable(folder) == tiny_run.comparable(plain)
+  ends = [commit.read(x / "checkpoints" / "3") for x in (folder, plain)]
+  assert ends[0]["leaves"] == ends[1]["leaves"]
+  assert ends[0]["states"] == ends[1]["states"]
+
+
+@pytest.mark.slow(minutes=1)
+class TestOutputs:
+  def test_one_that_fills_up_or_raises(self, train, plain, tmp_path):
+    folder = tmp_path / "run"
+    (folder / "samples.jsonl").mkdir(parents=True)
+    (folder / "tensorboard").write_text("")
+    trackers = {"run__trackers": ("tensorboard", "wandb")}
+    code, _, err = train(folder, out="/dev/full", **trackers)
+    assert code == 0, err
+    check_same(folder, plain)
+    first, last = err.splitlines()
+    assert first == "stdout: No space left on device; the run goes on"
+    assert last.startswith("not written: ")
+    assert " x samples.jsonl (OSError: [Errno 22] not a regular file" in last
+    assert "1 x wandb (ConnectionError: no route to the service)" in last
+    assert "4 x tensorboard (FileExistsError: " in last
+    assert " lines of stdout (No space left on device)" in last
+
+  def test_one_that_ends(self, train, plain, tmp_path):
+    folder = tmp_path / "run"
+    assert train(folder, out="closed", err="ended")[0] == 0
+    check_same(folder, plain)
+
+  def test_one_that_hangs(self, train, plain, tmp_path):
+    folder = tmp_path / "run"
+    before = (
+      "from jaxrl_llm.metrics import outlets; from jaxrl_llm.system import"
+      " streams; outlets.PATIENCE_S = streams.PATIENCE_S = 0.1"
+    )
+    code, out, err = train(
+      folder, err="unread", before=before, run__trackers=("trackio",)
+    )
+    assert code == 0, out
+    check_same(folder, plain)
+    assert "4 x trackio (TimeoutError: no answer for 0.1 s)" in out
