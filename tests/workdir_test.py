@@ -298,7 +298,7 @@ class TestHeld:
     place = tmp_path / "run" / name
     place.parent.mkdir()
     place.touch() if name == "checkpoints" else place.mkdir()
-    with pytest.raises(InputError, match=f"{name} in it is of the wrong type"):
+    with pytest.raises(InputError, match=f"{name}: not a .*; move it away"):
       with Workdir(tmp_path / "run").held():
         pass
 

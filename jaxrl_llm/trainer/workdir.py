@@ -325,7 +325,7 @@ class Workdir:
     folder = next(place for place in places if not place.exists())
     with self._writing():
       (folder / "checkpoints").mkdir(parents=True)
-      for file in self.path.glob("*.json*"):
+      for file in filter(pathlib.Path.is_file, self.path.glob("*.json*")):
         shutil.copy2(file, folder)
       for name in map(str, late):
         os.replace(saved / name, folder / "checkpoints" / name)

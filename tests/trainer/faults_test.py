@@ -1,12 +1,6 @@
 """Faults around scripts/train.py: rows, arrays and exit code stay the same."""
 
-import contextlib
-import functools
 import json
-import os
-import pathlib
-import shutil
-import signal
 import subprocess
 import sys
 
