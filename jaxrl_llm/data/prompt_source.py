@@ -216,6 +216,11 @@ class PromptSource:
     """Returns the number of examples in one epoch."""
     return len(self._source)
 
+  @property
+  def vocab_size(self) -> int:
+    """One more than the largest token id of the tokenizer."""
+    return self._tokenizer.vocab_size
+
   def init(self) -> PromptSourceState:
     """Returns the state before the first draw."""
     return PromptSourceState(position=0, drawn=0)

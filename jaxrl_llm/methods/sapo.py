@@ -12,6 +12,10 @@ by the first batch after it appears: files may grow. The run records the lines
 of a batch in its own folder, so that it reads the same ones again if it is
 killed and resumed.
 
+Other runs are not trusted: what cannot be used is skipped and counted. A run is
+identified by the id in the names of its files, and a file by its name and first
+line, as folders are reused, moved and deleted.
+
 Reference: Amico et al. 2025 (SAPO, swarm sampling policy optimization),
 arXiv:2509.08721. Differs in that complete groups are shared, and stored.
 """
@@ -19,35 +23,52 @@ arXiv:2509.08721. Differs in that complete groups are shared, and stored.
 import contextlib
 import itertools
 import json
+import os
 import pathlib
-from typing import Any
+import stat
+import sys
+import uuid
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxrl_llm import digest
 from jaxrl_llm.data import replay, rows
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.system import files, processes
 from jaxrl_llm.types import Origin, Responses, Rollout, Status
 
 _FIRST_SAMPLE = 1 << 30  # Above every sample id of the run itself.
 _ENDS = {x.name.lower(): x for x in (Status.FINISHED, Status.OVERLONG)}
+_MOST_BYTES = 1 << 28  # Read by a batch; the rest is left for the next ones.
+_MOST_RESPONSES = 1024  # To a question in a batch.
+_LEAST_LOGPROB = float(np.finfo(np.float32).min)
 
 
 class Swarm:
-  """Exchanges responses through files in the format of `generate.py`."""
+  """Exchanges responses through files in the format of `generate.py`.
+
+  Attributes:
+    run: identifies the run; the loop sets the id of its directory.
+  """
 
   def __init__(self, schedule: Any):
     """Reads the folders from the config group `schedule`."""
+    self.run = uuid.uuid4().hex
     self._own = pathlib.Path(schedule["share_in"])
     self._others = [pathlib.Path(path) for path in schedule["replay_from"]]
     self._rows: dict[str, int] = {}  # Rows of the data by question.
-    self._read: dict[str, int] | None = None  # Lines read of each file.
+    self._read: dict[str, int] | None = None  # Bytes read of each file.
+    self._seen: dict[pathlib.Path, tuple] = {}  # Files that were read, as then.
+    self._skipped, self._told = 0, set()
+    self._tell = lambda line: print(line, file=sys.stderr)
 
   def read(
     self, number: int, store: Responses | None, source: Any, writer: Any
-  ) -> tuple[Rollout, list] | None:
-    """Returns new responses of other policies and their prompts, or None.
+  ) -> tuple[Rollout | None, list, int]:
+    """Reads new responses of other policies.
 
     Args:
       number: number of the batch; a repeated batch reads the same responses.
@@ -55,31 +76,37 @@ class Swarm:
       source: the `PromptSource` of the run.
       writer: the `ResponseWriter` of the run.
 
+    Returns:
+      The responses or None, the prompt of each, and the number of lines and
+      files that were skipped.
+
     Raises:
-      InputError: A file cannot be used.
+      InputError: The own folder cannot be made.
     """
-    lines, found = processes.of_first(self._lines, number), {}
-    for line in lines:
-      question = rows.to_example(rows.Row(*line), solved=False).question
-      if line[1].get("stop_reason") in _ENDS:
-        found.setdefault(self._row(question, source), []).append(line)
-    found.pop(None, None)  # Questions that this run does not train on.
+    self._tell = writer.judge.tell
+    lines, self._skipped = processes.of_first(self._lines, number)
+    found: dict[int, list[dict]] = {}
+    for where, record in lines:
+      try:
+        row = self._checked(record, source, writer)
+        if len(found.setdefault(row, [])) == _MOST_RESPONSES:
+          raise InputError("too many responses to a question")
+        found[row].append(record)
+      except InputError as error:
+        self._skip(where, str(error))
     taken = {} if store is None else store.rollout
     ids = itertools.count(min([0, *taken.get("group_id", ())]) - 1, -1)
     asked = [(source.prompt(row, next(ids)), x) for row, x in found.items()]
-    asked = [(prompt, x) for prompt, x in asked if prompt is not None]
-    if lines and not asked and store is None:
-      raise InputError(
-        f"{lines[0][0]}: the file has no complete response to a question of"
-        " the training data; generate responses to these questions"
-      )
+    asked = [(prompt, x) for prompt, x in asked if prompt is not None and x]
+    if not asked:
+      return None, [], self._skipped
     ids = itertools.count(max([_FIRST_SAMPLE, *taken.get("sample_id", ())]) + 1)
     numbers = [[next(ids) for _ in group] for _, group in asked]
     begun = writer.begin([prompt for prompt, _ in asked], numbers)
-    for row, line in enumerate(itertools.chain(*(x for _, x in asked))):
-      _fill(begun, row, *line, writer.judge.decode)
+    for row, record in enumerate(itertools.chain(*(x for _, x in asked))):
+      _fill(begun, row, record)
     prompts = [prompt for prompt, group in asked for _ in group]
-    return (begun, prompts) if prompts else None
+    return begun, prompts, self._skipped
 
   def write(self, number: int, judged: list[Judged]) -> None:
     """Shares the ended responses of a batch that have a verdict."""
@@ -91,57 +118,161 @@ class Swarm:
       records = [_record(each, row) for row in np.flatnonzero(shared).tolist()]
       lines += [json.dumps(record) + "\n" for record in records]
     if lines:
-      files.write_whole(self._own / f"{number:012d}.jsonl", "".join(lines))
+      self._write(f"{self.run}-{number:012d}.jsonl", "".join(lines))
 
-  def _row(self, question: str, source: Any) -> int | None:
-    """Returns the row of the data with a question; None if there is none."""
+  def _write(self, name: str, text: str) -> bool:
+    """Writes a file of the own folder; returns whether it could."""
+    try:
+      self._own.mkdir(parents=True, exist_ok=True)
+      files.write_whole(self._own / name, text)
+    except OSError as error:  # Such as a full disk, or a folder that was moved.
+      self._skip(self._own / name, f"cannot be written ({error.strerror})")
+      return False
+    return True
+
+  def _skip(self, where: str | pathlib.Path, why: str) -> None:
+    """Counts something that is skipped; tells about the first of its kind."""
+    self._skipped += 1
+    if why not in self._told:
+      self._told.add(why)
+      self._tell(f"config.schedule.share_in: skipped {where}: {why}")
+
+  def _checked(self, record: dict, source: Any, writer: Any) -> int:
+    """Returns the row of the data that a response is to.
+
+    Raises:
+      InputError: The response cannot be used.
+    """
+    example = rows.to_example(rows.Row("it", record), solved=False)
+    tokens, logprobs = record.get("tokens"), record.get("logprobs")
+    if not (isinstance(tokens, list) and isinstance(logprobs, list)):
+      raise InputError("it has no tokens and log-probs")
+    if (
+      not 0
+      < len(tokens)
+      == len(logprobs)
+      <= writer.engine.config.max_response_length
+    ):
+      raise InputError(
+        "it needs 1 to sampler.max_response_length tokens, with a log-prob each"
+      )
+    if not all(type(x) is int and 0 <= x < source.vocab_size for x in tokens):
+      raise InputError("it has a token that is not of this run's tokenizer")
+    if not all(
+      type(x) in (int, float) and _LEAST_LOGPROB <= x <= 0 for x in logprobs
+    ):
+      raise InputError("it has a log-prob that is no number of at most 0")
+    if str(record.get("stop_reason")) not in _ENDS or "turns" in record:
+      raise InputError("it has not ended, or has turns")
+    if writer.judge.decode(tokens) != record.get("text"):
+      raise InputError("its text is not that of its tokens for this tokenizer")
     if not self._rows:
       every = range(len(source))
       self._rows = {source.example(i, 0).question: i for i in every}
-    return self._rows.get(question)
+    if example.question not in self._rows:
+      raise InputError("its question is not in the training data")
+    return self._rows[example.question]
 
-  def _lines(self, number: int) -> list[rows.Row]:
-    """Reads the new lines of a batch, and records which these are."""
-    journal = self._own / f"{number:012d}.read"
-    if self._read is None:  # Records of later batches are added below.
-      self._own.mkdir(parents=True, exist_ok=True)
+  def _lines(self, number: int) -> tuple[list, int]:
+    """Returns the new lines of a batch and records them.
+
+    Returns:
+      [location, record] of each, and the number of skipped lines and files.
+    """
+    self._skipped, names = 0, f"{self.run}-*.read"
+    if self._read is None:
+      what = f"config.schedule.share_in={self._own}: cannot be made"
+      with as_input_error(what, "choose another folder", OSError):
+        self._own.mkdir(parents=True, exist_ok=True)
       self._read = {}
-      for file in sorted(self._own.glob("*.read")):
-        self._read |= {name: end for name, (_, end) in _parts(file).items()}
-    if journal.exists():
-      parts = _parts(journal)
-    else:
-      found = [[p] if p.is_file() else p.glob("*.jsonl") for p in self._others]
-      parts = {}
-      for file in sorted(set(itertools.chain(*found))):
-        begin, end = self._read.get(str(file), 0), _end(file)
-        if begin < end:
-          parts[str(file)] = begin, end
-          self._read[str(file)] = end
-      files.write_whole(journal, json.dumps(parts))
-    found = []
-    for name, (begin, end) in parts.items():
-      lines = pathlib.Path(name).read_bytes().split(b"\n")[:end]
-      # Blank lines keep the numbers of the others, for messages.
-      lines[:begin] = [b""] * begin
-      found += rows.parse_rows(b"\n".join(lines), name)
-    return found
+      for file in self._own.glob(names):  # Also those of later batches.
+        with contextlib.suppress(OSError, ValueError), _open(file) as lines:
+          self._read |= json.loads(lines.readline())["read"]
+    journal = self._own / names.replace("*", f"{number:012d}")
+    if os.path.lexists(journal):
+      try:
+        with _open(journal) as lines:
+          first, *records = map(json.loads, lines)
+        return records, first["skipped"]
+      except (OSError, ValueError) as error:
+        self._skip(journal, f"cannot be read ({error})")
+        return [], self._skipped
+    before, self._read, records = self._read, {**self._read}, []
+    left = _MOST_BYTES
+    for file in sorted({*self._files()}):
+      data, begin = self._new_data(file, left)
+      left -= len(data)
+      records += self._parsed(data, begin, file)
+    new = dict(self._read.items() - before.items())
+    text = [{"read": new, "skipped": self._skipped}, *records]
+    text = "".join(json.dumps(line) + "\n" for line in text)
+    if not self._write(journal.name, text):
+      self._read, self._seen, records = before, {}, []  # For a later batch.
+    return records, self._skipped
+
+  def _files(self) -> Iterator[pathlib.Path]:
+    """Yields the files of other runs."""
+    for place in self._others:
+      with contextlib.suppress(OSError):
+        for file in place.glob("*.jsonl") if place.is_dir() else [place]:
+          if os.path.lexists(file) and not file.name.startswith(self.run):
+            yield file
+
+  def _new_data(self, file: pathlib.Path, most: int) -> tuple[bytes, int]:
+    """Reads at most that many bytes, of new lines that are complete.
+
+    Returns:
+      The bytes and their offset; none if the file is skipped.
+    """
+    try:
+      about = file.stat()
+      state = about.st_ino, about.st_size, about.st_mtime_ns
+      if self._seen.get(file) == state or not most:
+        return b"", 0
+      with _open(file) as content:
+        first = content.readline(_MOST_BYTES)
+        name = f"{file.name}:{digest.of_bytes(first.strip())}"
+        begin = content.seek(self._read.get(name, 0))
+        data = content.read(most)
+    except OSError as error:
+      if str(file) not in self._read:
+        self._read[str(file)] = 0
+        self._skip(file, error.strerror or str(error))
+      return b"", 0
+    if len(data) < most:
+      self._seen[file] = state
+    end = data.rfind(b"\n") + 1
+    with contextlib.suppress(ValueError, RecursionError):
+      json.loads(data[end:])  # Complete, though without a newline.
+      end = len(data)
+    if end:
+      self._read[name] = begin + end
+    elif len(data) == _MOST_BYTES:
+      self._skip(file, "has a line that is too long")
+      self._read[name], self._seen[file] = about.st_size, state
+    return data[:end], begin
+
+  def _parsed(self, data: bytes, begin: int, file: pathlib.Path) -> list:
+    """Returns [location, record] of each line; bad ones are skipped."""
+    records = []
+    for line in data.split(b"\n"):
+      where = f"{file}, byte {begin}"
+      begin += len(line) + 1
+      try:
+        if line.strip():
+          records.append([where, rows.parse_object(line.decode(), "it")])
+      except (InputError, UnicodeDecodeError) as error:
+        self._skip(where, str(error).partition(" (")[0])
+    return records
 
 
-def _parts(journal: pathlib.Path) -> dict[str, tuple[int, int]]:
-  """Returns the lines that a batch has read, (begin, end) by file."""
-  parts = json.loads(journal.read_text())
-  # Earlier versions recorded the names of entire files.
-  return parts if isinstance(parts, dict) else {x: (0, _end(x)) for x in parts}
-
-
-def _end(file: str | pathlib.Path) -> int:
-  """Returns the number of complete lines of a file, which may be growing."""
-  lines = pathlib.Path(file).read_bytes().split(b"\n")
-  with contextlib.suppress(ValueError):
-    json.loads(lines[-1])  # Complete, though without a newline.
-    return len(lines)
-  return len(lines) - 1
+def _open(path: pathlib.Path) -> BinaryIO:
+  """Opens a regular file; others raise an OSError, as they may not end."""
+  if not stat.S_ISREG(path.stat().st_mode):
+    raise OSError("no regular file")
+  # Does not wait for a writer of a pipe that has just replaced the file.
+  wait_not = lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+  return open(path, "rb", opener=wait_not)
 
 
 def _record(judged: Judged, row: int) -> dict[str, Any]:
@@ -157,22 +288,9 @@ def _record(judged: Judged, row: int) -> dict[str, Any]:
   }
 
 
-def _fill(
-  rollout: Rollout, row: int, where: str, record: dict, decode: Any
-) -> None:
-  """Writes a response into a new row of a rollout.
-
-  Raises:
-    InputError: The record is incomplete, or does not fit.
-  """
-  tokens, logprobs = (record.get(x) or [] for x in ("tokens", "logprobs"))
-  fits = 0 < len(tokens) == len(logprobs) <= rollout.tokens.shape[1]
-  if not fits or "turns" in record or decode(tokens) != record.get("text"):
-    raise InputError(
-      f"{where}: has {len(tokens)} tokens and {len(logprobs)} log-probs; a"
-      " response needs 1 to sampler.max_response_length tokens of this run's"
-      " tokenizer, a log-prob for each of them, and no turns"
-    )
+def _fill(rollout: Rollout, row: int, record: dict) -> None:
+  """Writes a response into a new row of a rollout."""
+  tokens, logprobs = record["tokens"], record["logprobs"]
   new = np.s_[row, : len(tokens)]
   rollout.tokens[new], rollout.behavior_logprobs[new] = tokens, logprobs
   rollout.mask[new], rollout.origin[new] = True, int(Origin.OTHER)

@@ -399,14 +399,15 @@ class _Collection:
 
   def _fed(self) -> Responses | None:
     """Returns the replay store, with new responses of other policies."""
-    replay, store, found = self.worker.replay, self.state.replay, None
-    if replay.feed is not None:
-      found = replay.feed.read(
-        self.state.samples, store, self.worker.source, self.worker.writer
-      )
-    if found is None:
+    replay, store = self.worker.replay, self.state.replay
+    if replay.feed is None:
       return store
-    rollout, prompts = found
+    rollout, prompts, skipped = replay.feed.read(
+      self.state.samples, store, self.worker.source, self.worker.writer
+    )
+    self.metrics["rollout/skipped_lines"] = float(skipped)
+    if rollout is None:
+      return store
     judged = self._judge(self._of_now(rollout), prompts)
     return replay.add(store, judged.responses)
 

@@ -125,6 +125,9 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
   elif not folder.begin(config):
     # Left by a run with other settings.
     shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
+  replay = run.worker.replay
+  if replay is not None and replay.feed is not None:
+    replay.feed.run = folder.run_id()
   with _make_logger(run, folder, saver, last) as logger:
     run.judge.tell = logger.event
     events += [evaluator.origin for evaluator in run.evaluators]

@@ -13,7 +13,9 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -27,6 +29,7 @@ from jaxrl_llm.system import files, processes
 from jaxrl_llm.workdir import Changes
 
 _DATA = "data.path"
+_RUN_ID = re.compile(rb"[0-9a-f]{32}")
 
 
 def _of_first(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,6 +210,19 @@ class Workdir:
       files.tree_to_disk(model)
       files.write_whole(file, text)
     return before == text.encode()
+
+  @_of_first
+  def run_id(self) -> str:
+    """Returns a name of the run that no other one has.
+
+    Raises:
+      InputError: The directory cannot be written.
+    """
+    file = self.path / "run_id"
+    with self._writing():
+      if not file.is_file() or not _RUN_ID.fullmatch(file.read_bytes()):
+        files.write_whole(file, uuid.uuid4().hex)
+      return file.read_text(encoding="utf-8")
 
   @_of_first
   def record(self, step: int, changes: Changes) -> None:
