@@ -17,6 +17,7 @@ from jaxrl_llm.errors import check_choice, check_number
 
 # Modes of `token_weights` that divide by a constant length.
 NORM_MODES = ("seq-mean-token-sum-norm", "dr-grpo")
+SUM_MODES = NORM_MODES[:1]  # The divisor does not depend on the batch.
 
 Axis = int | Sequence[int] | None
 

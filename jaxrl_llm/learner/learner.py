@@ -82,8 +82,9 @@ class Learner(Scorer):
 
     A batch that arrives in parts leads to one update of each model: gradients
     are accumulated as parts arrive and applied at the end. The result equals
-    that of the complete batch except for the order of float32 sums. The method
-    must not need the complete batch before the end.
+    that of the complete batch except for the order of float32 sums, and for a
+    model's own losses, which are taken over each part. The method must not need
+    the complete batch before the end.
 
     Mini-batches without a token to train on (no verdicts, or all tokens masked
     by a correction) are skipped and have no metrics.

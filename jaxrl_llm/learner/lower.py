@@ -62,7 +62,7 @@ def _abstract_batch(
     choices = jax.ShapeDtypeStruct(
       (*shape, *choices.shape), choices.dtype, sharding=along
     )
-  tokens = ("tokens", "targets", "segments", "prefixes", "positions")
+  tokens = ("tokens", "targets", "segments", "prefixes", "positions", "samples")
   whole = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
   return PackedBatch(
     packed=PackedRows(
@@ -75,6 +75,7 @@ def _abstract_batch(
     mask=of(np.bool_),
     inputs={name: of(_dtype(learner, name)) for name in names},
     schedule_step=whole,
+    own_weight=jax.ShapeDtypeStruct((), np.float32, sharding=whole.sharding),
   )
 
 

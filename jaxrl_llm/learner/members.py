@@ -66,7 +66,9 @@ class Training(NamedTuple):
     The reduction over the mini-batch (VAPO eq. 7-8: its token mean) and that of
     every auxiliary loss (eq. 9-10: over its correct responses) are fixed before
     any micro-batching. An off-policy correction multiplies the weights; the
-    denominator still counts all tokens.
+    denominator still counts all tokens. The model's own losses are means over
+    all tokens of the samples, whatever the other losses count; those of parts
+    of a mini-batch are weighted by what the main loss is a mean over.
 
     Args:
       inputs: the algorithm's `experience` for the b rows.
@@ -88,15 +90,19 @@ class Training(NamedTuple):
       # Auxiliary losses may read tokens of earlier windows.
       read = read | inputs[term.mask]
     columns["weights"] = weights
+    packed, own = batch.packed, np.float32(batch.share)
+    if size is not None and self.mode not in masked.SUM_MODES:
+      own = masked.reduction_size(mask, mode=self.mode, xp=np)
     scale = None
     if self.step_scale is not None:
       scale = np.float32(self.step_scale(inputs))
     scatter = batch.layout.scatter
     return PackedBatch(
-      packed=batch.packed.replace(mask=scatter(read)),
+      packed=packed.replace(mask=scatter(read)),
       mask=scatter(mask),
       inputs={name: scatter(x) for name, x in columns.items()},
       step_scale=scale,
+      own_weight=own / np.float32(packed.samples.sum()),
     )
 
 

@@ -172,7 +172,8 @@ class Packer:
         share=self.share[name],
       )
       every = np.arange(len(rollout.lengths))
-      found[name] = [MiniBatch(every, layout, rollout)]
+      share = len(every) / member.settings.mini_batch
+      found[name] = [MiniBatch(every, layout, rollout, share)]
     return responses, found, None
 
 

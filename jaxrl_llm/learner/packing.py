@@ -90,6 +90,7 @@ class Layout:
     """Packs the samples for which the layout was made."""
     _, rows, capacity = self.shape
     names = ("tokens", "targets", "segments", "prefixes", "positions")
+    names += ("samples",)
     flat = {name: np.zeros(np.prod(self.shape), np.int32) for name in names}
     segments = collections.Counter()  # By row.
     for at, unit in self.units:
@@ -117,6 +118,7 @@ class Layout:
     if shared.size:
       segment = prefix = segment + 1
       _write(flat, at, shared, 0, segment, 0)
+      flat["samples"][at : at + shared.size] = len(unit)
     for i in unit:
       branch = np.concatenate([own, rollout.tokens[i, : rollout.lengths[i]]])
       segment += 1
@@ -259,6 +261,7 @@ def _write(flat, at, tokens, position, segment, prefix) -> None:
   flat["positions"][here] = position + np.arange(tokens.size)
   flat["segments"][here] = segment
   flat["prefixes"][here] = prefix
+  flat["samples"][here] = 1
 
 
 @chex.dataclass(frozen=True)
@@ -274,6 +277,8 @@ class PackedBatch:
   inputs: dict[str, chex.Array]  # Inputs and weights of the losses, by name.
   schedule_step: chex.Array = np.int32(0)  # For the learning rate.
   step_scale: chex.Array | None = None  # Factor of the update; None is 1.
+  # Weight of a sample's token in the model's own losses.
+  own_weight: chex.Array = np.float32(0)
 
   @property
   def trains(self) -> bool:
@@ -284,10 +289,11 @@ class PackedBatch:
     return any(x.any() for x in weights)
 
   def micro_batch(self, i: chex.Numeric) -> dict[str, Any]:
-    """Returns `packed`, `mask` and `inputs` of micro-batch i, [r, C]."""
+    """Returns micro-batch i: arrays [r, C], and `own_weight`."""
     take = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
     arrays = jax.tree.map(take, {"mask": self.mask, "inputs": self.inputs})
-    return arrays | {"packed": self.packed.rows(i)}
+    of_all = {"own_weight": self.own_weight}
+    return arrays | of_all | {"packed": self.packed.rows(i)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,11 +303,21 @@ class MiniBatch:
   rows: np.ndarray
   layout: Layout
   rollout: Rollout
+  share: float = 1.0  # Fraction of the responses of its update.
 
   @property
   def packed(self) -> PackedRows:
     """Packs the samples. Not cached, so that only one mini-batch is packed."""
     return self.layout.pack(take_rows(self.rollout, self.rows))
+
+  def routed_by(self, version: int) -> "MiniBatch":
+    """Returns the samples with the experts that one version's weights chose."""
+    rollout, choices = self.rollout, self.rollout.choices
+    if choices is None:
+      return self
+    theirs = (rollout.version == version)[..., None]
+    choices = np.where(theirs, choices, choices.dtype.type(-1))
+    return dataclasses.replace(self, rollout=rollout.replace(choices=choices))
 
 
 def mini_batches(

@@ -2,7 +2,9 @@
 
 Per-token losses are reduced to `sum(weights * loss)`, with weights computed
 once over the whole mini-batch. Micro-batches and devices only add their sums,
-so how the mini-batch is split does not change the result.
+so how the mini-batch is split does not change the result. Losses of the model
+itself have weights of their own, and the load of experts that they balance is
+counted over the mini-batch before the first gradient.
 """
 
 import functools
@@ -35,6 +37,8 @@ class Objective(NamedTuple):
   # (params, micro-batch, *arguments) -> (loss, metrics: sums, sums over tokens
   #  that are logged as means, and maxima).
   loss: Callable[..., tuple[jax.Array, tuple[Metrics, Metrics, Metrics]]]
+  # Model whose `load`, summed over the mini-batch, is the loss's micro["load"].
+  fns: ModelFns | ValueFns | None = None
 
 
 def policy_objective(
@@ -53,7 +57,7 @@ def policy_objective(
 
   def loss(params, micro, temperature):
     packed, mask = micro["packed"], micro["mask"]
-    out, of_model = fns.logprobs(params, packed, temperature)
+    out, of_model = fns.logprobs(params, packed, temperature, micro["load"])
     inputs = micro["inputs"] | {
       "logprobs": out.logprobs,
       "entropy": out.entropy,
@@ -78,11 +82,11 @@ def policy_objective(
       per_token = _check_shape("auxiliary", term.loss(inputs), mask)
       sums[f"policy/{name}_loss"] = jnp.sum(weights * per_token)
       loss += sums[f"policy/{name}_loss"]
-    loss += _add_of_model((sums, means), "policy", of_model, inputs, mask)
+    loss += _add_of_model((sums, means), "policy", of_model, micro, mask)
     maxima = {"policy/ratio_max": jnp.max(jnp.where(mask, clipped.ratio, 0.0))}
     return loss, (sums, means, maxima)
 
-  return Objective("policy", loss)
+  return Objective("policy", loss, fns)
 
 
 def _check_shape(key: str, loss: Any, mask: jax.Array) -> jax.Array:
@@ -97,16 +101,17 @@ def _check_shape(key: str, loss: Any, mask: jax.Array) -> jax.Array:
   return loss
 
 
-def _add_of_model(logs, name: str, of_model: Metrics, inputs, mask):
+def _add_of_model(logs, name: str, of_model: Metrics, micro, mask):
   """Returns the sum of a model's own losses; logs them and its metrics."""
   sums, means = logs
   total = 0
+  weights = micro["own_weight"] * micro["packed"].samples
   for key, x in of_model.items():
     if key.startswith("metrics/"):
       key = key.removeprefix("metrics/")
       means[f"{name}/{key}"] = jnp.sum(jnp.where(mask, x, 0.0))
     else:
-      sums[f"{name}/{key}_loss"] = jnp.sum(inputs["weights"] * x)
+      sums[f"{name}/{key}_loss"] = jnp.sum(weights * x)
       total += sums[f"{name}/{key}_loss"]
   return total
 
@@ -116,16 +121,16 @@ def value_objective(fns: ValueFns, value_loss: Part) -> Objective:
 
   def loss(params, micro):
     packed, inputs = micro["packed"], micro["inputs"]
-    outputs, of_model = fns.outputs(params, packed)
+    outputs, of_model = fns.outputs(params, packed, micro["load"])
     terms = value_loss(inputs | outputs)
     total = jnp.sum(inputs["weights"] * terms.loss)
     tokens = jnp.sum(packed.mask, dtype=jnp.float32)
     sums, means = {"value/loss": total, "tokens": tokens}, {}
     logs = sums, means
-    total += _add_of_model(logs, "value", of_model, inputs, packed.mask)
+    total += _add_of_model(logs, "value", of_model, micro, packed.mask)
     return total, (sums, means, {})
 
-  return Objective("value", loss)
+  return Objective("value", loss, fns)
 
 
 class Update(NamedTuple):
@@ -170,13 +175,15 @@ def make_update(
     out_shardings: shardings of the state and of the metrics.
   """
   finish = functools.partial(_apply, objective.name, optimizer, schedule)
-  gradient = _gradient_of(objective)
+  gradient, load = _gradient_of(objective), _load_of(objective)
 
   def begin(trained, batch: PackedBatch, *arguments, base=_NO_BASE):
-    return _zeros(gradient, trained, batch, base, *arguments)
+    loads = jax.eval_shape(load, trained, batch, base)
+    return _zeros(gradient, trained, batch, loads, base, *arguments)
 
   def add(sums, trained, batch: PackedBatch, *arguments, base=_NO_BASE):
-    return _accumulate(gradient, trained, sums, batch, base, *arguments)
+    given = load(trained, batch, base), base, *arguments
+    return _accumulate(gradient, trained, sums, batch, *given)
 
   def apply(state: TrainState, sums, size, step):
     gradients, (totals, means, maxima) = sums
@@ -203,17 +210,36 @@ def make_update(
 
 
 def _gradient_of(objective: Objective):
-  """Returns (trained, micro-batch, base, *settings) -> gradients and metrics.
+  """Returns (trained, micro-batch, load, base, ...) -> gradients and metrics.
 
   The function is traced once, for its shapes and the loop over micro-batches.
   """
 
   @functools.partial(jax.jit, inline=True)
   @functools.partial(jax.grad, has_aux=True)
-  def gradient(trained, micro, base, *settings):
-    return objective.loss(Params(base, trained), micro, *settings)
+  def gradient(trained, micro, load, base, *settings):
+    given = micro | {"load": load}
+    return objective.loss(Params(base, trained), given, *settings)
 
   return gradient
+
+
+def _load_of(objective: Objective):
+  """Returns (trained, batch, base) -> load of experts over the micro-batches.
+
+  The forward pass that counts it is about a fifth of the work of an update.
+  """
+
+  def load(trained, batch: PackedBatch, base):
+    if objective.fns is None or objective.fns.load is None:
+      return None
+    of_rows = jax.jit(objective.fns.load, inline=True)  # Traced once.
+    of = lambda i: of_rows(Params(base, trained), batch.packed.rows(i))
+    zero = jax.tree.map(jnp.zeros_like, jax.eval_shape(of, 0))
+    add = lambda i, sums: jax.tree.map(jnp.add, sums, of(i))
+    return jax.lax.fori_loop(0, batch.packed.count, add, zero)
+
+  return load
 
 
 def _noise(norm, tokens, squares, micro_batches) -> Metrics:

@@ -12,7 +12,6 @@ Reference: AsyPPO 2025, arXiv:2510.01656. Not implemented: excluding tokens of
 high disagreement from the entropy bonus. Both critics compute all rows.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -36,18 +35,32 @@ def make(fns: ValueFns) -> ValueFns:
   def from_policy(params):
     return {name: fns.from_policy(params) for name in NAMES}
 
-  def outputs(params, packed: PackedRows):
-    each = [fns.outputs(_one(params, name), packed) for name in NAMES]
+  def outputs(params, packed: PackedRows, load=None):
+    loads = [None] * len(NAMES) if load is None else load
+    each = [
+      fns.outputs(_one(params, name), packed, of)
+      for name, of in zip(NAMES, loads)
+    ]
     each, aux = jax.tree.map(lambda *x: jnp.stack(x), *each)
     spread = {
       "values": jnp.mean(each["values"], axis=0),
       "disagreement": jnp.std(each["values"], axis=0),
     }
-    mean = functools.partial(jnp.mean, axis=0)
-    return spread | {"of_critics": each}, jax.tree.map(mean, aux)
+    # Each critic has its own losses in full; metrics are means.
+    for key in aux:
+      reduce = jnp.mean if key.startswith("metrics/") else jnp.sum
+      aux[key] = reduce(aux[key], axis=0)
+    return spread | {"of_critics": each}, aux
+
+  def load(params, packed: PackedRows):
+    return [fns.load(_one(params, name), packed) for name in NAMES]
 
   return fns._replace(
-    init=init, from_policy=from_policy, outputs=outputs, count=len(NAMES)
+    init=init,
+    from_policy=from_policy,
+    outputs=outputs,
+    count=len(NAMES),
+    load=fns.load and load,
   )
 
 

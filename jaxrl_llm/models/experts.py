@@ -42,8 +42,9 @@ from jaxrl_llm.models.layers import Linear, Matrix
 from jaxrl_llm.models.numerics import Numerics
 from jaxrl_llm.sharding import expert_axes
 
-# Auxiliary output, int [B, T, k]: the experts chosen for each token.
-CHOICES = "choices"
+# Auxiliary outputs: the experts chosen for each token, int [B, T, k], and how
+# often the tokens chose each expert, float32 [E], summed over layers.
+CHOICES, LOAD = "choices", "load"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,8 @@ class ExpertsKind:
 class Routing(NamedTuple):
   """Properties of the tokens [B, T] of a call that experts depend on."""
 
-  valid: chex.Array | None = None  # bool [B, T], not padding; None: all.
+  # int or bool [B, T], samples that a token is part of; 0: padding. None: 1.
+  samples: chex.Array | None = None
   # int [B, T, k], experts to use; the router chooses where this is negative.
   # None: the router chooses all.
   choices: chex.Array | None = None
@@ -71,6 +73,8 @@ class Routing(NamedTuple):
   sharding: NamedSharding | None = None
   # Maximum number of tokens per expert, relative to an even load; 0: no limit.
   capacity: float = 0.0
+  # Load to balance, `LOAD` of all layers; None: that of each layer's call.
+  load: chex.Array | None = None
 
 
 def kinds(config: ModelConfig) -> list[ExpertsKind]:
@@ -192,20 +196,24 @@ class Experts(nnx.Module):
       [B, T, D], and auxiliary outputs, float32 [B, T]:
 
       balance: the load-balancing loss of each token, balance · E Σ_e f_e p_e,
-        where p is the token's distribution over experts and f_e the fraction
-        of all choices of valid tokens that went to expert e.
+        divided by the number of layers, where p is the token's distribution
+        over experts and f_e the number of times that a sample's token chose
+        expert e, a mean over tokens and layers. The mean over all samples'
+        tokens, summed over layers, is the loss of `transformers`.
       metrics/expert_load: E max_e f_e, the load of the most loaded expert
         relative to the mean, divided by the number of layers.
       metrics/expert_dropped: fraction of the token's choices that exceeded the
         capacity, divided by the number of layers; only if any may exceed it.
 
-      Also `CHOICES`, int [B, T, k].
+      Also `CHOICES`, int [B, T, k], and `LOAD`, float32 [E].
     """
     kind, shape, experts = self.kind, x.shape[:2], self.kind.num_experts
     tokens = x.reshape(-1, x.shape[-1])
     probs = jax.nn.softmax(self.router(tokens).astype(jnp.float32))
     _, chosen = jax.lax.top_k(probs, kind.per_token)
-    counted = jnp.ones(shape, bool) if routing.valid is None else routing.valid
+    samples = routing.samples
+    samples = jnp.ones(shape, bool) if samples is None else samples
+    counted = samples > 0
     if routing.choices is not None:
       given = routing.choices.reshape(chosen.shape).astype(chosen.dtype)
       # Padding may have k equal choices, which would take other tokens' rows.
@@ -213,19 +221,22 @@ class Experts(nnx.Module):
       chosen = jnp.where(replayed, given, chosen)
     weights = jnp.take_along_axis(probs, chosen, axis=-1)
     weights /= jnp.sum(weights, axis=-1, keepdims=True)
-    repeated = jnp.repeat(counted.reshape(-1), kind.per_token)
+    repeated = jnp.repeat(samples.reshape(-1), kind.per_token)
     load = jnp.bincount(
       chosen.reshape(-1),
       weights=repeated.astype(jnp.float32),
       length=experts,
     )
-    load /= jnp.maximum(jnp.sum(load), 1)
-    balance = kind.balance * experts * jnp.sum(load[None] * probs, axis=-1)
-    fullest = jnp.full(shape, experts * jnp.max(load) / self.layers)
+    share = lambda load: load / jnp.maximum(jnp.sum(load), 1)
+    often = share(load if routing.load is None else routing.load)
+    balance = jnp.sum(often[None] * probs, axis=-1) * kind.per_token
+    fullest = jnp.full(shape, experts * jnp.max(share(load)) / self.layers)
     aux = {
-      "balance": balance.reshape(shape),
+      "balance": (kind.balance * experts / self.layers)
+      * balance.reshape(shape),
       "metrics/expert_load": fullest,
       CHOICES: chosen.reshape(*shape, -1),
+      LOAD: load,
     }
     out, kept = _dispatch(
       {k: Weights(*x.stored(), x.numerics) for k, x in self.experts.items()},

@@ -38,8 +38,9 @@ class ModelFns(NamedTuple):
   config: ModelConfig
   # (key) -> params, float32.
   init: Callable[..., Any]
-  # (params, PackedRows, temperature=1) -> (heads.TokenLogprobs of the targets,
-  #  auxiliary losses of the model by name, [R, C], which training adds).
+  # (params, PackedRows, temperature=1, load=None) -> (heads.TokenLogprobs of
+  #  the targets, auxiliary losses of the model by name, [R, C], which training
+  #  adds). `load` is the result of the field of that name over all tokens.
   logprobs: Callable[..., tuple[heads.TokenLogprobs, dict[str, jax.Array]]]
   # (params, tokens [B,T], mask [B,T]) -> float32 [B,T,V]; for tests and Colabs.
   logits: Callable[..., jax.Array]
@@ -64,6 +65,9 @@ class ModelFns(NamedTuple):
   decode: Callable[..., tuple]
   # Expert choices of a token that the sampler records for routing replay.
   choices: jax.ShapeDtypeStruct | None = None
+  # (params, PackedRows) -> `experts.LOAD` of the rows; None: no experts, or no
+  # loss that balances them.
+  load: Callable[..., jax.Array] | None = None
 
   @property
   def slots_sharding(self) -> NamedSharding | None:
@@ -80,14 +84,15 @@ class ValueFns(NamedTuple):
   # (params of a policy or a critic) -> params: a copy of the backbone, and a
   #  new head or a copy of the critic's head.
   from_policy: Callable[..., Any]
-  # (params, PackedRows) -> (outputs of the head by name: `values`, float32
-  #  [R, C], and the other inputs of its loss, [R, C, ...]; auxiliary losses by
-  #  name, [R, C]).
+  # (params, PackedRows, load=None) -> (outputs of the head by name: `values`,
+  #  float32 [R, C], and the other inputs of its loss, [R, C, ...]; auxiliary
+  #  losses, as in `ModelFns`).
   outputs: Callable[..., tuple[dict[str, jax.Array], dict[str, jax.Array]]]
   # See `ModelFns`.
   shares_prompts: bool
   head: heads.ValueHead
   count: int = 1  # Number of critics in an ensemble.
+  load: Callable[..., Any] | None = None  # See `ModelFns`; of each critic.
 
 
 def _backbone_settings(
@@ -114,6 +119,7 @@ def _on_rows(function, parts):
 
   Layers process rows in the order of `context.zigzag_shard`. The wrapper takes
   and returns rows in their original order, and accepts parameters in two trees.
+  Results with one axis are not of rows.
   """
 
   def run(params, packed, *arguments):
@@ -121,7 +127,8 @@ def _on_rows(function, parts):
     found = function(merge(params), rows, *arguments)
     length = packed.tokens.shape[1]
     return jax.tree.map(
-      lambda x: context.zigzag_unshard(x, parts, length), found
+      lambda x: context.zigzag_unshard(x, parts, length) if x.ndim > 1 else x,
+      found,
     )
 
   return run
@@ -135,8 +142,11 @@ def _logits(params, tokens, mask, *, backbone):
   return transformer.logits(merge(params), states)
 
 
-def _logprobs(params, packed, temperature=1.0, *, backbone, parts, **in_chunks):
-  states, aux = backbone(params, packed)
+def _logprobs(
+  params, packed, temperature=1.0, load=None, *, backbone, parts, **in_chunks
+):
+  states, aux = backbone(params, packed, load=load)
+  aux.pop(experts.LOAD, None)
   of_tokens = states, packed.targets, packed.mask
   states, targets, mask = (context.shards_to_rows(x, parts) for x in of_tokens)
   kernel, tied = transformer.head(params)
@@ -147,6 +157,14 @@ def _logprobs(params, packed, temperature=1.0, *, backbone, parts, **in_chunks):
     *(context.rows_to_shards(x, parts) for x in scored)
   )
   return scored, aux
+
+
+def _make_load(settings, parts):
+  """Makes the function `ModelFns.load`."""
+  if not any(kind.balance for kind in experts.kinds(settings["config"])):
+    return None
+  run = functools.partial(transformer.states, **settings)
+  return _on_rows(lambda *given: run(*given)[1][experts.LOAD], parts)
 
 
 def _states(params, packed, layers, *, settings):
@@ -253,6 +271,7 @@ def make_policy(
     prefill=sampled.prefill,
     decode=sampled.decode,
     choices=choices,
+    load=_make_load(settings, parts),
   )
 
 
@@ -309,12 +328,16 @@ def make_value(
   def init(key: chex.PRNGKey):
     return from_policy(transformer.init(key, config))
 
-  def outputs(params, packed):
+  def outputs(params, packed, load=None):
     extra = _embed_surprise(params, packed.logprobs) if reads_logprobs else None
-    states, aux = transformer.hidden(params, packed, extra, **settings)
+    states, aux = transformer.hidden(
+      params, packed, extra, load=load, **settings
+    )
+    aux.pop(experts.LOAD, None)
     linear, states = params["value_head"], states.astype(jnp.float32)
     found = jnp.dot(states, linear["kernel"]) + linear["bias"][None, None]
     return head.read(found), aux
 
   functions = init, from_policy, _on_rows(outputs, parts)
-  return ValueFns(config, *functions, sees_prefixes, head)
+  load = _make_load(settings, parts)
+  return ValueFns(config, *functions, sees_prefixes, head, load=load)

@@ -39,6 +39,8 @@ class PackedRows:
   prefixes: chex.Array | None = None  # int32, segment also visible; 0: none.
   targets: chex.Array | None = None  # int32, the next token of the same sample.
   mask: chex.Array | None = None  # bool, targets to score.
+  # int32, samples that share a token; 0: padding. None: one.
+  samples: chex.Array | None = None
   # float32, log-prob of each token when sampled; 0 for other tokens.
   logprobs: chex.Array | None = None
   # Experts that the sampler chose for each token, int [R, C, layers · k], or
@@ -246,6 +248,7 @@ def states(
   sharding: jax.sharding.NamedSharding | None = None,
   expert_capacity: float = 0.0,
   replay: bool = False,
+  load: chex.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Returns hidden states [R, C, D] of packed rows.
 
@@ -262,13 +265,16 @@ def states(
     sharding: sharding of the hidden states, constrained after every layer.
     expert_capacity: `Routing.capacity` of experts.
     replay: whether to use the sampler's choices, `packed.choices`.
+    load: `Routing.load` of experts.
 
   Returns:
-    The states, and auxiliary outputs by name, float [R, C], summed over layers.
+    The states, and auxiliary outputs by name, summed over layers: float [R, C]
+    each, and with experts `experts.LOAD`.
   """
   segments, prefixes = packed.segments, packed.prefixes
   if prefixes is None:
     prefixes = jnp.zeros_like(segments)
+  samples = segments > 0 if packed.samples is None else packed.samples
   kinds, rotary = places(config), rotary_tables(config, packed.positions)
   stacked = {place: params[place] for place in kinds}
   choices = experts.by_place(packed.choices if replay else None, kinds)
@@ -285,7 +291,7 @@ def states(
 
   def layer(kind, x, layer_params, choices):
     module = make_module(kind, config, numerics, layer_params)
-    routing = experts.Routing(segments > 0, choices, sharding, expert_capacity)
+    routing = experts.Routing(samples, choices, sharding, expert_capacity, load)
     x, _, aux = module(x, rotary[kind.attention], attend, routing)
     aux.pop(experts.CHOICES, None)
     return pin(x), aux
