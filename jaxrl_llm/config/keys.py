@@ -74,11 +74,12 @@ class Model(Group, path="model"):
     " differs from the trainer's, so do log-probs: set off_policy.correction.",
     FIXED)
   expert_capacity = Key(0.0, NUMBER, "Maximum tokens per device and expert in"
-    " training, relative to an even load; tokens above it are dropped. 0 drops"
-    " none.")
+    " a micro-batch of training, relative to an even load; tokens above it are"
+    " dropped. 0 drops none.")
   replay_routing = Key(False, None, "Trains the policy with the experts that"
     " the sampler chose for each token of a response, instead of the trainer's"
-    " own choice. Costs layers * experts per token bytes per response token.",
+    " own choice. Other models, and other versions of its weights, use their"
+    " own. Costs layers * experts per token bytes per response token.",
     FIXED)
   kernels = Key("auto", Names("models.kernels:NAMES"),
     "Attention backend of trainer and sampler: plain XLA, or kernels for TPUs"

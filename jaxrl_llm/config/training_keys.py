@@ -180,7 +180,8 @@ class Optimizer(Group, path="optimizer.policy"):
   mu_dtype = Key("float32", DTYPES,
     "Data type of the first moment; bfloat16 saves memory.", FIXED)
   micro_batch_size = Key(8, SOME, "Packed rows per forward and backward pass."
-    " Affects memory only: accumulation is exact.")
+    " Affects memory only: accumulation is exact, but for the tokens that"
+    " model.expert_capacity drops.")
   frozen = Key((), None, "Parameters that are not trained, as substrings of"
     " their paths, such as 'embed' or 'layers/mlp'.", FIXED)
 

@@ -50,9 +50,9 @@ class Scoring:
   rollout: Rollout
   mini_batches: Mapping[str, list[MiniBatch]]
 
-  def packed(self, member: str, batch: MiniBatch, trained: Any = None) -> Any:
+  def packed(self, member: str, batch: MiniBatch, *given: Any) -> Any:
     """Scores a mini-batch, [M, r, C]; arguments as in `Learner.score`."""
-    return self.learner.score(self.state, member, batch, trained)
+    return self.learner.score(self.state, member, batch, *given)
 
   def zeros(self) -> np.ndarray:
     """Returns zero scores, [B, T]."""
@@ -64,6 +64,7 @@ class Scoring:
     read: Callable[[Any], np.ndarray] = lambda scored: scored,
     trained: Any = None,
     rows: np.ndarray | None = None,
+    version: int = -1,
   ) -> np.ndarray:
     """Returns scores of a model at all tokens, [B, T]; 0 in absent rows.
 
@@ -71,14 +72,14 @@ class Scoring:
       member: name of the member, or of a frozen model, which scores the
         mini-batches of the policy.
       read: (the model's scores of a mini-batch) -> [M, r, C].
-      trained: as in `Learner.score`.
+      trained, version: as in `Learner.score`.
       rows: bool [B]; mini-batches without any of these rows are not scored.
     """
     out = self.zeros()
     packed = member if member in self.mini_batches else "policy"
     for batch in self.mini_batches[packed]:
       if rows is None or rows[batch.rows].any():
-        scored = self.packed(member, batch, trained)
+        scored = self.packed(member, batch, trained, version)
         out[batch.rows] = batch.layout.gather(read(scored))
     return out
 
@@ -125,7 +126,8 @@ class Scoring:
 def _reference(scoring: Scoring) -> Scores:
   """Provides the log-probs of the initial policy."""
   reference = scoring.state.reference
-  return {"ref_logprobs": scoring.tokens("policy", LOGPROBS, reference)}
+  scored = scoring.tokens("policy", LOGPROBS, reference, version=0)
+  return {"ref_logprobs": scored}
 
 
 def _values(scoring: Scoring) -> Scores:

@@ -127,7 +127,12 @@ class Scorer:
     return jax.jit(functools.partial(parts.evaluate, names, made))
 
   def score(
-    self, state: LearnerState, name: str, batch: MiniBatch, trained: Any = None
+    self,
+    state: LearnerState,
+    name: str,
+    batch: MiniBatch,
+    trained: Any = None,
+    version: int = -1,
   ) -> Any:
     """Scores packed rows with a model; returns arrays [M, r, C] on the host.
 
@@ -136,6 +141,8 @@ class Scorer:
       name: name of a member or of a frozen model.
       batch: packed rows.
       trained: trained parameters to use instead of those of the state.
+      version: version of the policy that these parameters are; other versions'
+        choices of experts are not replayed. -1 is none.
     """
     member = self.members.get(name, self.policy)
     if name in self.frozen:
@@ -144,6 +151,7 @@ class Scorer:
       params, score = state.params(name), member.score
     if trained is not None:
       params = params._replace(trained=trained)
+      batch = batch.routed_by(version)
     arguments = member.training.arguments(self.settings, state)
     packed = place(batch.packed, self.mesh)
     return processes.to_host(score(params, packed, *arguments))

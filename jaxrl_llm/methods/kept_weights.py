@@ -84,7 +84,9 @@ def writer_logprobs(scoring: providers.Scoring) -> np.ndarray:
     trained = read(scoring.state.companions["kept"], earlier)
     theirs = wrote == earlier
     rows = theirs.any(axis=1)
-    scored = scoring.tokens("policy", providers.LOGPROBS, trained, rows)
+    scored = scoring.tokens(
+      "policy", providers.LOGPROBS, trained, rows, version=earlier
+    )
     out[theirs] = scored[theirs]
   return out
 

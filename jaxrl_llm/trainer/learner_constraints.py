@@ -80,7 +80,17 @@ def off_policy(config: Any) -> Rules:
   loss, _ = make_part(POLICY_LOSSES, "loss", config.loss.to_dict())
   no_ratio = proximal == "none"
   corrected = proximal != "recompute" or correction_of(config)[0] != "none"
+  compares = {
+    "policy": "proximal_logprobs" in loss.reads or config.loss.kl_coefficient,
+    "value": config.loss.clip_value and has_critic(config),
+  }
   return [
+    *((config.model.expert_capacity and compared
+        and config.optimizer[role].epochs > 1,
+      f"model.expert_capacity, optimizer.{role}.epochs",
+      "a later epoch's mini-batches drop other tokens than those that were"
+      " scored; use epochs=1 or expert_capacity=0")
+      for role, compared in compares.items()),
     (proximal == "ewma" and name not in ("clip", "cispo"),
       "off_policy.proximal, loss.name",
       "'ewma' needs a ratio per token; use loss.name='clip' or 'cispo'"),

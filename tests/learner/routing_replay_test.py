@@ -1,15 +1,18 @@
 """Routing replay: the trainer uses the experts that the sampler chose."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny, tiny_experts
+from helpers import tiny, tiny_experts, tiny_run
 
 from jaxrl_llm import models, sampling
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import packing, scoring
+from jaxrl_llm.learner import packing, providers, scoring
 from jaxrl_llm.models.numerics import Numerics
+from jaxrl_llm.trainer import build
 
 BFLOAT16 = Numerics.all(jnp.bfloat16)
 PER_TOKEN = 2 * 2  # Layers x experts per layer.
@@ -137,6 +140,69 @@ def test_choices_do_not_depend_on_how_tokens_are_sampled(params, replayed, how):
   again = sampled(fns, params, **other)
   np.testing.assert_array_equal(rollout.tokens, again.tokens)
   np.testing.assert_array_equal(rollout.choices, again.choices)
+
+
+def test_other_weights_follow_only_their_own_choices(tmp_path):
+  model = tiny_run.write_model(tmp_path / "model", tiny_experts.RUN_CONFIG)
+  config = tiny_run.make_config(
+    model,
+    model__replay_routing=True,
+    loss__kl_coefficient=0.1,
+    schedule__lag=1,
+    off_policy__keep_weights="float32",
+  )
+  learner = build.make_run(config).learner
+  state = learner.init()
+  kept = learner.companions["kept"]
+  moved = jax.tree.map(lambda x: x + 0.1, state.policy.trained)
+  companions = {"kept": kept.record(state.companions["kept"], moved, 1)}
+  state = state.replace(step=2, companions=companions)
+  rng = np.random.default_rng(0)
+  rollout = tiny_run.random_rollout(rng, rows=8, vocab=19)
+  shape = rollout.mask.shape
+  # The router would choose other experts.
+  choices = np.tile(np.int8([0, 1]), (*shape, 2))
+  rollout = rollout.replace(
+    version=rng.integers(0, 2, shape).astype(np.int32),
+    choices=np.where(rollout.mask[..., None], choices, np.int8(-1)),
+  )
+  every = np.arange(8)
+
+  def scored(trained, theirs):
+    """Returns log-probs with the choices of some tokens."""
+    own = np.where(theirs[..., None], rollout.choices, np.int8(-1))
+    fns = models.make_policy(tiny_experts.RUN_CONFIG, replay_routing=True)
+    packed, layout = packing.pack(
+      rollout.replace(choices=own), capacity=64, rows=8, micro_batches=1
+    )
+    return layout.gather(
+      jax.jit(functools.partial(scoring.score_logprobs, fns=fns))(
+        trained, packed, config.sampler.temperature
+      ).logprobs
+    )
+
+  mini_batches = {
+    "policy": learner._packer.mini_batches("policy", rollout, every)
+  }
+  scores = providers.Scoring(learner, state, rollout, mini_batches)
+  version, written = rollout.version, rollout.mask
+  initial, later = state.reference, kept.read(state.companions["kept"], 1)
+  close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+  reference = providers.PROVIDERS["ref_logprobs"].give(scores)["ref_logprobs"]
+  close(reference[written], scored(initial, version == 0)[written])
+  found = providers.PROVIDERS["writer_logprobs"].give(scores)
+  found, mine = found["writer_logprobs"], written & (version == 1)
+  close(found[mine], scored(later, version == 1)[mine])
+  average = learner.score(state, "policy", mini_batches["policy"][0], later)
+  average = mini_batches["policy"][0].layout.gather(average.logprobs)
+  order = mini_batches["policy"][0].rows
+  close(
+    average[written[order]], scored(later, version < 0)[order][written[order]]
+  )
+  # The policy itself replays all choices, and would differ.
+  policy = scores.policy["old_logprobs"]
+  close(policy[written], scored(state.policy.trained, version >= 0)[written])
+  assert np.abs(policy - reference)[written].max() > 1e-3
 
 
 def test_a_model_without_experts_is_refused():

@@ -8,7 +8,10 @@ import pytest
 from helpers import tiny_experts, tiny_run
 
 from jaxrl_llm import api, models
-from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.trainer import build, loop, validation
+
+_LIKELIHOOD = {"loss__name": "likelihood", "off_policy__proximal": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +26,7 @@ def test_experts_train_and_resume_bit_for_bit(model, tmp_path):
   )
   rows = tiny_run.check_resumes(build.make_run(config), tmp_path)
   for role in ("policy", "value"):
-    # At least the coefficient in each of two layers.
+    # About the coefficient times the experts of a token.
     assert rows[-1][f"{role}/balance_loss"] > 2 * 0.495
     assert math.isfinite(rows[-1][f"{role}/balance_loss"])
   assert rows[-1]["sampler_trainer/logprob_diff_max"] < 1e-4
@@ -51,3 +54,26 @@ def test_folded_experts_with_a_capacity_and_replay_train(model, tmp_path):
     assert 1 <= row[f"{role}/expert_load"] <= 4 / 2
     assert 0 < row[f"{role}/expert_dropped"] < 1
   assert math.isfinite(row["policy/loss"])
+
+
+@pytest.mark.parametrize(
+  ("role", "others", "compared"),
+  [
+    ("policy", {}, True),
+    ("value", {"loss__clip_value": 0.2}, True),
+    # Nothing that was scored before is compared with an update.
+    ("value", {}, False),
+    ("policy", _LIKELIHOOD, False),
+  ],
+)
+def test_what_is_dropped_must_be_what_was_when_scored(
+  tmp_path, role, others, compared
+):
+  changes = {"model__expert_capacity": 1.0, f"optimizer__{role}__epochs": 2}
+  config = tiny_run.make_config(tmp_path, **changes | others)
+  if compared:
+    keys = f"model.expert_capacity=1.0 with config.optimizer.{role}.epochs=2"
+    with pytest.raises(InputError, match=keys):
+      validation.validate(config)
+  else:
+    validation.validate(config)
