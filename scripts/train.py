@@ -72,6 +72,10 @@ def check_flags() -> None:
   if _HELP_CONFIG.value:
     print(config_lib.describe())
     sys.exit(0)
+  if _WORKDIR.present and not _WORKDIR.value:
+    raise InputError(
+      "--workdir= is empty; give a folder, or leave it out for a dated folder"
+    )
   known = pathlib.Path(_WORKDIR.value, "config.json")
   if not _CONFIG.present and not (_WORKDIR.value and known.is_file()):
     raise InputError(

@@ -61,10 +61,25 @@ class TestCommandLine:
       ([VAPO, "--config.run.steps=four"], ["=four: give a whole number"]),
       ([VAPO, "--config.loss.clip_low=low"], ["=low: give a number"]),
       ([VAPO, "--config.loss.clip_low=2.0"], ["=2.0 must be in [0, 1]"]),
+      ([VAPO, "--config.checkpoint.keep=-1"], ["=-1 must be at least 2"]),
+      ([VAPO, "--config.loss.dual_clip=1.0"], ["=1.0 must be above 1"]),
+      ([VAPO, "--config.run.seed=-1"], ["=-1 must be in [0, 2147483647]"]),
+      ([VAPO, "--config.run.steps=" + "9" * 20], ["in [0, 2147483647]"]),
+      ([VAPO, "--config.estimator.alpha=0.0"], ["must be at least 1e-06"]),
+      ([VAPO, "--workdir="], ["--workdir= is empty; give a folder"]),
     ],
   )
   def test_is_refused_at_once(self, arguments, parts):
     assert_refused(arguments, *parts)
+
+  @pytest.mark.parametrize("more", [[], ["--dry_run"]])
+  @pytest.mark.parametrize("given", ["value.lora_rank=8", "value.bins=9"])
+  def test_a_critic_that_the_method_does_not_have(self, given, more, tmp_path):
+    key, value = given.split("=")
+    flags = ["--config=grpo", f"--config.{given}", f"--workdir={tmp_path}/run"]
+    said = f"config.{key}={value}: grpo has no critic that would read it"
+    assert_refused([*flags, *more], said)
+    assert not (tmp_path / "run" / "config.json").exists()
 
   def test_a_jsonl_line(self, model, tmp_path):
     file = tmp_path / "data.jsonl"

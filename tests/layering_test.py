@@ -38,7 +38,8 @@ _NUMERIC = {"jax", "numpy", "chex"}
 _L4 = {"trainer", "evaluate", "workdir", "config", "register", "methods"}
 _TOOLS = {"generate", "simulate"}
 _LEVELS = (_L0, _L1, _L2, _L3, _L4)
-_FRONT = {"api"}  # Imports everything for the names that the package exports.
+# Imports everything for the names that the package exports; runs programs.
+_FRONT = {"api", "__main__"}
 # Libraries that only the given modules may import.
 _KEPT_BY = {
   "flax": {"models"},

@@ -9,6 +9,7 @@ from helpers import tiny_run
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import workdir as workdir_lib
+from jaxrl_llm.config import presets
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer.workdir import Workdir
 
@@ -386,3 +387,29 @@ class TestFindStep:
   def test_no_best(self, start, best):  # Nor any rows.
     with pytest.raises(InputError, match="no step best; choose from 3"):
       workdir_lib.find_step(start(make(checkpoint__best=best)), "best")
+
+
+class TestEffect:
+  """Settings of a critic for methods that have none."""
+
+  def of(self, method, preset="", **changes):
+    settings = {"model.path": "model", **tiny_run.dotted(changes)}
+    return config_lib.method(method, preset, **settings)
+
+  @pytest.mark.parametrize("preset", presets.SCALES)
+  def test_methods_and_presets_are_accepted(self, tmp_path, preset):
+    for method in ("grpo", "dapo", "vapo"):
+      Workdir(tmp_path / "run").changes(self.of(method, preset))
+
+  def test_a_new_run_is_refused_and_a_resume_is_not(self, tmp_path):
+    config = self.of("grpo", "qwen2.5-7b-lora", value__lora_rank=8)
+    with pytest.raises(InputError, match="value.lora_rank=8: grpo has no crit"):
+      Workdir(tmp_path / "run").changes(config)
+    (tmp_path / "run").mkdir()
+    Workdir(tmp_path / "run").begin(config)
+    save(tmp_path / "run", 3)
+    assert Workdir(tmp_path / "run").changes(config) == {}
+
+  def test_a_study_may_share_settings(self, tmp_path):
+    changes = {"estimator__name": "group", "value__pretrain_steps": 9}
+    Workdir(tmp_path / "run").changes(self.of("vapo", **changes))

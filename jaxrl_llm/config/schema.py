@@ -21,9 +21,10 @@ class Range(NamedTuple):
     return above and value <= self.high and value < float("inf")
 
   def __str__(self) -> str:
-    start = "(" if self.open else "["
-    end = ")" if self.high == float("inf") else "]"
-    return f"in {start}{self.low:g}, {self.high:g}{end}"
+    low, high = (int(x) if x % 1 == 0 else x for x in self[:2])
+    if high == float("inf"):
+      return f"{'above' if self.open else 'at least'} {low}"
+    return f"in {'(' if self.open else '['}{low}, {high}]"
 
 
 class Choice(tuple):

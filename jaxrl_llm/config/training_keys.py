@@ -248,7 +248,7 @@ class Run(Group, path="run"):
   """Run length, logging and supervision."""
 
   seed = Key(0, Range(0, 2**31 - 1), "Seed of all random numbers.", FIXED)
-  steps = Key(100, COUNT,
+  steps = Key(100, Range(0, 2**31 - 1),
     "Number of steps; each updates the policy once per mini-batch. 0 only saves"
     " a checkpoint of step 0.")
   samples_every = Key(20, COUNT,

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import difflib
 import functools
 from collections.abc import Callable, Iterable
 
@@ -80,7 +81,7 @@ def make_algorithm(config: Groups) -> Algorithm:
   for settings in (estimator, loss):
     settings.check_read()
   algorithm = _with_members(algorithm)
-  _check_leaves(algorithm)
+  _check_leaves(algorithm, config)
   return algorithm
 
 
@@ -93,23 +94,22 @@ def _with_members(algorithm: Algorithm) -> Algorithm:
   return _with_members(dataclasses.replace(algorithm, members=members))
 
 
-def _check_leaves(algorithm: Algorithm) -> None:
+def _check_leaves(algorithm: Algorithm, config: Groups) -> None:
   """Raises if a user-defined part reads an input that has no provider."""
   parts, known = algorithm.parts, {"policy", "reference", *algorithm.members}
   known |= choices.COMPANIONS.keys() | choices.FROZEN.keys()
   known |= {"critic"} if algorithm.value_loss else set()
   readers = {
     **{f"token input {name!r}": parts[name].reads for name in _OWN_INPUTS},
-    "config.loss.name": algorithm.policy_loss.reads,
-    "config.estimator.name": parts["advantages"].reads,
-    "config.loss.masks": parts["unwindowed_policy_mask"].reads,
-    "config.loss.auxiliary": [
-      name
-      for term in algorithm.auxiliary.values()
-      for name in (*term.loss.reads, term.mask)
-    ],
+    "loss.name": algorithm.policy_loss.reads,
+    "estimator.name": parts["advantages"].reads,
+    "loss.masks": parts["unwindowed_policy_mask"].reads,
+    **{
+      f"auxiliary loss {name!r}": (*term.loss.reads, term.mask)
+      for name, term in algorithm.auxiliary.items()
+    },
     **{f"member {name!r}": x for name, x in algorithm.members.items()},
-    "config.schedule.prune": algorithm.rollout_reads,
+    "schedule.prune": algorithm.rollout_reads,
   }
   for name, processor in algorithm.processors.items():
     readers[f"logits processor {name!r}"] = processor.state.reads
@@ -122,11 +122,20 @@ def _check_leaves(algorithm: Algorithm) -> None:
     if providers.gives(leaf) and not lacks:
       continue
     names = [name for name, reads in readers.items() if leaf in reads]
-    why = f" (it needs {lacks[0]!r})" if lacks else ""
+    where, why = names[0] if names else "the method", ""
+    group, _, key = where.partition(".")
+    if group in config:
+      where = f"config.{where}={config[group][key]!r}"
+    if lacks:
+      why = f" (it needs {lacks[0]!r})"
+    elif near := difflib.get_close_matches(
+      leaf, [*parts, *providers.OF_THE_BATCH, *providers.PROVIDERS], 1, 0.8
+    ):
+      why = f" (did you mean {near[0]!r}?)"
     raise InputError(
-      f"{names[0] if names else 'the method'}: this part reads {leaf!r}, which"
-      f" the method does not have{why}; rename the argument, or add the input"
-      " with register.token_input or register.leaf"
+      f"{where}: this part reads {leaf!r}, which the method does not have{why};"
+      " rename the argument, or add the input with register.token_input or"
+      " register.leaf"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.learner import choices
 from jaxrl_llm.trainer import constraints
 
 
@@ -37,6 +38,30 @@ def validate(config: Any) -> None:
       for key, x in values.items()
     )
     raise InputError(f"{named}: {why}")
+
+
+def check_effect(config: Any) -> None:
+  """Checks that a new run of a method without a critic sets none up.
+
+  Presets set up the critic for all methods, and earlier versions accepted such
+  settings, so a resumed run may have them.
+
+  Raises:
+    InputError: A setting of the critic is neither the default nor the method's.
+  """
+  name, _, preset = config.run.method.partition(":")
+  if name not in config_lib.methods() or choices.has_critic(config):
+    return
+  usual = config_lib.based_on(name, preset)
+  if choices.has_critic(usual):  # Variants of a study may share settings.
+    return
+  for key in filter(lambda key: key.startswith("value."), config_lib.KEYS):
+    value = config_lib.get(config, key)
+    if value not in (config_lib.KEYS[key].default, config_lib.get(usual, key)):
+      raise InputError(
+        f"config.{key}={value!r}: {name} has no critic that would read it;"
+        " leave it out, or choose a method with one"
+      )
 
 
 def own_settings(

@@ -26,6 +26,7 @@ from jaxrl_llm.data import sources
 from jaxrl_llm.errors import InputError, TrainingStopped, as_input_error
 from jaxrl_llm.models import hf
 from jaxrl_llm.system import files, processes
+from jaxrl_llm.trainer import validation
 from jaxrl_llm.workdir import Changes
 
 _DATA = "data.path"
@@ -157,6 +158,7 @@ class Workdir:
         its checkpoints.
     """
     if not reading.steps(self.path):
+      validation.check_effect(config)
       return {}
     old = reading.read_config(self.path)
     changes = reading.differences(old, config)

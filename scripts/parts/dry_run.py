@@ -13,7 +13,7 @@ from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.rewards import judge
 from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.simulate import account
-from jaxrl_llm.trainer import summary
+from jaxrl_llm.trainer import summary, validation
 from jaxrl_llm.trainer.run import Run
 
 _GIB = 2.0**30
@@ -26,6 +26,7 @@ def dry_run(run: Run) -> None:
   Raises:
     InputError: the verifier rejects most gold answers.
   """
+  validation.check_effect(run.config)
   print("\n".join(summary.describe(run)))
   _show_data(run)
   _check_rewards(run)

@@ -109,7 +109,7 @@ class TestProbe:
   def test_what_is_needed_and_not_there_is_refused(self):
     register.leaf("far", providers.of_member("prob"), needs=("prob",))
     register.estimator("own", lambda far, mask: far)
-    said = "config.estimator.name: this part reads 'far', .* needs 'prob'"
+    said = "config.estimator.name='own': this part reads 'far', .* needs 'prob'"
     with pytest.raises(InputError, match=said):
       make_algorithm(estimator__name="own")
     with pytest.raises(ValueError, match="an input 'far' already"):

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -224,11 +225,17 @@ class TestRegister:
       ("loss__name", "own", "values"),
     ):
       changes = {"estimator__name": "group", key: name}
-      said = f"config.{key.replace('__', '.')}: this part reads '{lacks}'"
-      with pytest.raises(InputError, match=said) as caught:
+      said = (
+        f"config.{key.replace('__', '.')}={name!r}: this part reads {lacks!r}"
+      )
+      with pytest.raises(InputError, match=re.escape(said)) as caught:
         make_algorithm(**changes)
       assert "\n" not in str(caught.value)
     make_algorithm(loss__name="own")  # With a critic, there are values.
+    register.auxiliary("far", lambda logprobs, tokenz: logprobs)
+    said = "auxiliary loss 'far': this part reads 'tokenz', .*mean 'tokens'"
+    with pytest.raises(InputError, match=said):
+      make_algorithm(estimator__name="group", loss__auxiliary={"far": 1.0})
 
   def test_what_compares_groups_does_not_stream(self):
     register.token_input("of_prompt", lambda example_id: example_id)
