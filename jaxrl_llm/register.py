@@ -82,7 +82,8 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
     fn: function whose argument names select its inputs: prompt (as the model
       reads it), question, messages (of a conversation), response (the text of
       the model; with an environment its turns, one per line), tokens (of that
-      text), answer, finished (whether it ended with a stop token), conversation
+      text), answer (called for each if the data has several; the best result
+      counts), finished (whether it ended with a stop token), conversation
       (turns, and rewards by name, with an environment), source, id, columns
       (the row of the data), or a column. It returns a bool (correct or not), a
       number, numbers by part (the part 'right', or else the first one, decides

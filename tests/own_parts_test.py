@@ -11,7 +11,7 @@ from helpers import chat_model, programs, tiny_run
 from parts import dry_run
 from pyarrow import parquet
 
-from jaxrl_llm import api, metrics
+from jaxrl_llm import api, metrics, register
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.system import plugin
@@ -148,8 +148,63 @@ class TestData:
 
   def test_answers_that_the_verifier_needs(self, model, tmp_path):
     changes = self.files(tmp_path, [{"prompt": q} for q, _ in QUESTIONS])
-    with pytest.raises(InputError, match="own-.* has no answer, but conf"):
+    with pytest.raises(InputError, match="own-.* has no answer in text, but c"):
       build.make_run(make_config(model, **changes))
+
+  def test_rows_without_an_answer_that_a_reward_reads_are_counted(
+    self, model, tmp_path
+  ):
+    register.reward("near", lambda response, answer: float(answer) > 0)
+    rows = [{"prompt": q, "answer": a} for q, a in QUESTIONS]
+    for row in rows[1::2]:
+      del row["answer"]
+    changes = self.files(tmp_path, rows) | {"reward__name": "near"}
+    with pytest.raises(
+      InputError, match="own-2 has no answer, but .*'near' ne"
+    ):
+      build.make_run(make_config(model, **changes))
+    changes |= self.files(tmp_path, rows[::2])
+    build.make_run(make_config(model, **changes))
+    register.reward("level", lambda response, level, answer="": level)
+    changes |= {"reward__name": "level"}
+    with pytest.raises(InputError, match="own-1 has no level, .*9 of 9 rows"):
+      build.make_run(make_config(model, **changes))
+    # Neither group rewards nor methods without rewards need them.
+    register.reward("near", lambda response, answer: float(answer) > 0)
+    changes |= self.files(tmp_path, rows) | {
+      "reward__name": "near",
+      "reward__group": "majority",
+      "eval__path": write_jsonl(tmp_path / "eval.jsonl", rows[::2]),
+    }
+    build.make_run(make_config(model, **changes))
+
+  def test_an_object_is_no_answer_for_a_verifier(self, model, tmp_path):
+    rows = [{"question": q, "answer": {"a": 1, "b": a}} for q, a in QUESTIONS]
+    with pytest.raises(
+      InputError, match="own-1 has no answer in text, .*19 of 19"
+    ):
+      build.make_run(make_config(model, **self.files(tmp_path, rows)))
+
+  def test_answers_in_lists_pass_the_dry_run(self, model, tmp_path, capsys):
+    rows = [{"question": q, "answer": ["no", a]} for q, a in QUESTIONS]
+    run = build.make_run(make_config(model, **self.files(tmp_path, rows)))
+    dry_run._check_rewards(run)
+    dry_run._show_data(run)
+    said = capsys.readouterr().out
+    assert "1 of 1 reference answers accepted" in said
+    assert "answer 'no' or '" in said
+
+  def test_a_dry_run_never_calls_nothing_an_answer(
+    self, model, tmp_path, capsys
+  ):
+    register.reward("short", lambda response: float(len(response) < 3))
+    changes = self.files(tmp_path, [{"prompt": q} for q, _ in QUESTIONS])
+    changes |= {"reward__name": "short"}
+    run = build.make_run(make_config(model, **changes))
+    dry_run._check_rewards(run)
+    dry_run._show_data(run)
+    said = capsys.readouterr().out
+    assert "1 of 1 questions got a verdict" in said and "no answer" in said
 
 
 @pytest.mark.parametrize(

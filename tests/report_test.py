@@ -272,3 +272,13 @@ class TestDraw:
     (axis,) = [x for x in sheet.axes if "Time" in x.get_title(loc="left")]
     colors = [line.get_color() for line in axis.lines if len(line.get_xdata())]
     assert set(colors) == {"C0", "C1"}
+
+
+def test_the_summary_counts_responses_on_which_the_reward_failed():
+  rows = [
+    {"step": i, "reward/mean": 0.5, "reward/errors": e}
+    for i, e in enumerate((0.0, 1200.0, 34.0))
+  ]
+  said = report.reached(report.Run("a", rows, {}))
+  assert said.endswith("; the reward failed on 1,234 responses in 2 steps")
+  assert "failed" not in report.reached(report.Run("a", rows[:1], {}))

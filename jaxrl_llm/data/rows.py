@@ -250,21 +250,35 @@ def to_example(
       raise InputError(
         f"{row.where}: {key!r} begins with the assistant; begin with a question"
       )
-  column, answer = _find(row, columns, "answer") if solved else ("", None)
-  if column == "final_answer" and isinstance(answer, list) and answer:
-    answer = answer[0]  # OlympiadBench has a list with one answer.
-  if solved and answer is None and key in ("question", "problem"):
-    raise InputError(f"{row.where}: no field 'answer'; {_has(row)}")
+  found = _find(row, columns, "answer")[1] if solved else None
+  answers = [_text(x, row, "answer") for x in _answers(found)]
+  if solved and not any(answers) and key in ("question", "problem"):
+    raise InputError(f"{row.where}: {_lacks(row, 'answer')}")
   text = _text(asked, row, key)  # Checks a conversation too.
   return Example(
     id=_text(_find(row, columns, "id")[1], row, "id") or name,
     question=text if is_text else asked[-1]["content"],
-    answer=_text(answer, row, "answer") or "",
+    answer=answers[0] or "" if answers else "",
     source=_text(_find(row, columns, "source")[1], row, "source") or source,
     messages=None if is_text else asked,
     completion=completion,
     columns=row.fields,
+    alternatives=tuple(answers[1:]),
   )
+
+
+def _answers(value: Any) -> list[Any]:
+  """Returns the right answers in a column, whose lists and objects may nest.
+
+  An object with several entries, or a list of lists, is one answer.
+  """
+  inner = list(value.values()) if isinstance(value, dict) else value
+  if isinstance(inner, list) and len(inner) == 1:
+    return _answers(inner[0])
+  several = isinstance(value, list) and not any(
+    isinstance(x, list | dict) for x in value
+  )
+  return [x for x in value if x is not None] if several else [value]
 
 
 def is_conversation(value: Any) -> bool:
@@ -290,13 +304,21 @@ def _find(
       return path, value
   if needed and key in columns:
     raise InputError(
-      f"{row.where}: no field {columns[key]!r}, which data.columns names;"
-      f" {_has(row)}"
+      f"{row.where}: {_lacks(row, columns[key], ', which data.columns names')}"
     )
   return "", None
 
 
+def _lacks(row: Row, name: str, more: str = "") -> str:
+  """Describes a column that a row does not have, or has without a value."""
+  if name in row.fields:
+    return f"{name!r}{more} is null; give it a value, or remove the row"
+  return f"no field {name!r}{more}; {_has(row)}"
+
+
 def _has(row: Row) -> str:
+  if not row.fields:
+    return "the row is empty; remove it"
   names = ", ".join(map(repr, row.fields))
   return f"it has {names}; map them with data.columns"
 

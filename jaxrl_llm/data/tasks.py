@@ -41,6 +41,7 @@ class Example:
   columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   # Demonstrated response that SFT trains on, as text or messages; or None.
   completion: Any = None
+  alternatives: tuple[str, ...] = ()  # Further answers that are right.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ def reached(run: Run) -> str:
   """Summarizes the first and the last evaluation of a run in one line.
 
   Has accuracies with the standard error of the last one, or the mean reward if
-  the run was not evaluated.
+  the run was not evaluated, and the responses on which the reward failed.
   """
   parts, span = [], ""
   for name in accuracy_names(run.rows) or ["reward/mean"]:
@@ -109,4 +109,10 @@ def reached(run: Run) -> str:
       label = name.removeprefix("eval/").replace("/", " ")
       parts.append(f"{label} {values[0]:.3f} → {values[-1]:.3f}{error}")
       span = f" (steps {steps[0]:.0f} and {steps[-1]:.0f})"
-  return ", ".join(parts) + span
+  failed = [
+    row["reward/errors"] for row in run.rows if row.get("reward/errors")
+  ]
+  errors = (
+    f"; the reward failed on {sum(failed):,.0f} responses in {len(failed)}"
+  )
+  return ", ".join(parts) + span + (f"{errors} steps" if failed else "")

@@ -1,6 +1,8 @@
 """Verifiers, and the worker processes that run them."""
 
 import importlib.util
+import inspect
+
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.adapters import Trl, Verl, load_function
 from jaxrl_llm.rewards.exact import chain_sum, environment, exact_line
@@ -37,6 +39,27 @@ _GOLD = {
   "numeric": "The answer is \\boxed{{{}}}",
   "math_verify": "The answer is \\boxed{{{}}}",
 }
+
+
+# Inputs of rewards, here and in TRL, that need no column of the data.
+_GIVEN = frozenset(
+  "id prompt question messages response tokens finished source columns"
+  " conversation texts verdicts prompts completions completion_ids"
+  " trainer_state log_extra log_metric".split()
+)
+
+
+def needs(reward: RewardFn) -> set[str]:
+  """Returns the columns of the data, or `answer`, that a reward requires."""
+  functions = reward.loaded() if isinstance(reward, Trl) else [reward]
+  named = [
+    p for fn in functions for p in inspect.signature(fn).parameters.values()
+  ]
+  return {
+    p.name
+    for p in named
+    if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+  } - _GIVEN
 
 
 def gold_response(name: str, answer: str) -> str | None:

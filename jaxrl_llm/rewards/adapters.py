@@ -60,10 +60,13 @@ class _OfFile:
   path: str
   functions: tuple[str, ...]
 
+  def loaded(self) -> list[Callable[..., Any]]:
+    """Returns the functions."""
+    return [load_function(self.path, name) for name in self.functions]
+
   def prepare(self) -> None:
     """Imports the file once per worker, not for every response."""
-    for name in self.functions:
-      load_function(self.path, name)
+    self.loaded()
 
 
 @dataclasses.dataclass(frozen=True)

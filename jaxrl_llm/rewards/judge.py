@@ -187,7 +187,9 @@ def known(
     "messages": prompt.messages,
     "response": response,
     "tokens": np.asarray(tokens).tolist(),
-    "answer": prompt.answer,
+    "answer": [prompt.answer, *prompt.alternatives]
+    if prompt.alternatives
+    else prompt.answer,
     "finished": finished,
     "source": prompt.source,
     "columns": prompt.columns,

@@ -288,6 +288,20 @@ def _answer(
       os._exit(0)
 
 
+def _best(
+  reward_fn: RewardFn, grading: Grading, given: Mapping[str, Any]
+) -> Any:
+  """Judges a response; of several right answers, the most favourable counts."""
+  answers = given.get("answer")
+  if not isinstance(answers, list):
+    return reward_fn(**given)
+  found = [reward_fn(**given | {"answer": answer}) for answer in answers]
+  return max(
+    (as_verdict(x, grading) for x in found),
+    key=lambda verdict: (verdict.correct, verdict.value or 0.0),
+  )
+
+
 def _verdicts(
   reward_fn: RewardFn, grading: Grading, given: Sequence[Mapping[str, Any]]
 ) -> list[tuple]:
@@ -301,5 +315,5 @@ def _verdicts(
         f" each of the {len(given)} responses"
       )
   else:
-    results = [reward_fn(**x) for x in given]
+    results = [_best(reward_fn, grading, x) for x in given]
   return [dataclasses.astuple(as_verdict(x, grading)) for x in results]

@@ -63,7 +63,8 @@ def make_run(config: Any) -> Run:
   dropless = _make_policy_fns(
     config, policy_fns.config, both, expert_capacity=0
   )
-  source, problems = data.make_prompts(config, tokenizer)
+  rewarded = bool({"rewards", "correct"} & learner.algorithm.leaves)
+  source, problems = data.make_prompts(config, tokenizer, rewarded=rewarded)
   learner.column = source.column
   if view := choices.VIEWS.switched_on(config.value):
     view = functools.partial(view, source.answer, tokenizer)

@@ -2,13 +2,13 @@
 
 import inspect
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm import digest, rewards
 from jaxrl_llm.data import benchmarks, curriculum, prompt_source, rows, sources
 from jaxrl_llm.data.prompt_source import PromptSource
-from jaxrl_llm.data.tasks import Prompt
+from jaxrl_llm.data.tasks import Example, Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, located
 from jaxrl_llm.models import ModelConfig
@@ -31,12 +31,18 @@ class Problems(NamedTuple):
 
 
 def make_prompts(
-  config: Any, tokenizer: Tokenizer
+  config: Any, tokenizer: Tokenizer, *, rewarded: bool = True
 ) -> tuple[PromptSource, list[Problems]]:
   """Makes the training prompts and the problems of each evaluation set.
 
   All of them share one template. Prompts are tokenized at the start, so that
   none of them stops the run later; problems that a task generates are not.
+
+  Args:
+    config: settings of the run.
+    tokenizer: tokenizer of the run.
+    rewarded: whether the method reads rewards, whose inputs the training data
+      must then have; the evaluation sets always need them.
 
   Raises:
     InputError: The data cannot be used.
@@ -52,6 +58,9 @@ def make_prompts(
     size = _POOL
   if size:
     train = sources.LazySource(train.__getitem__, range(min(size, len(train))))
+  if rewarded and not config.reward.group and len(train) <= sources.MOST_READ:
+    read = range(min(len(train), CHECKED))
+    check_inputs(config.reward, [train[i] for i in read])
   play = make_play(config)
   template = _template(config, tokenizer, train, play)
   settings = {
@@ -110,7 +119,7 @@ def _problems(config, one, trained, settings) -> Problems:
   prompts, _ = drawn.draw(drawn.init(), min(most, len(drawn), EVAL_POSITIONS))
   # After dropped prompts, the draw starts again with the first problems.
   prompts = prompts[: len({prompt.example_id for prompt in prompts})]
-  _check_answers(config.reward.name, prompts)
+  check_inputs(config.reward, prompts)
   asked = {_normal(prompt.question) for prompt in prompts}
   if not origin and (shared := asked & trained):
     origin = (
@@ -200,15 +209,26 @@ def _own_sets(config: Any) -> list[benchmarks.Dataset]:
   return benchmarks.find_sets(path, reads)
 
 
-def _check_answers(reward: str, prompts: list[Prompt]) -> None:
-  """Refuses data without the answers that a verifier compares with."""
-  bare = [prompt.id for prompt in prompts if not prompt.answer]
-  if bare and rewards.gold_response(reward, ""):
-    raise InputError(
-      f"{bare[0]} has no answer, but config.reward.name={reward!r} needs one;"
-      " set its column with data.columns={'answer': NAME}, or choose another"
-      " reward"
-    )
+def check_inputs(reward: Any, examples: Sequence[Example]) -> None:
+  """Refuses data without the answers or columns that a reward requires."""
+  fn = rewards.get_reward(reward.name, reward.path, reward.function)
+  reads_text = rewards.gold_response(reward.name, "") is not None
+  for name in rewards.needs(fn):
+    bare = [x.id for x in examples if name not in x.columns]
+    if name == "answer":
+      objects = ('{"', "[{") if reads_text else ()
+      bare = [
+        x.id for x in examples if not x.answer or x.answer.startswith(objects)
+      ]
+    if bare:
+      raise InputError(
+        f"{bare[0]} has no {name}{' in text' * reads_text}, but"
+        f" config.reward.name={reward.name!r} needs one ({len(bare):,} of"
+        f" {len(examples):,} rows have none);"
+        + " set its column with data.columns={'answer': NAME},"
+        * (name == "answer")
+        + " complete the rows, or choose another reward"
+      )
 
 
 def _template(config, tokenizer, pool, play):

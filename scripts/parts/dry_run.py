@@ -61,7 +61,11 @@ def _show_data(run: Run) -> None:
   prompts, _ = source.draw(source.init(), count)
   lengths = [len(p.tokens) for p in prompts]
   print(f"first {count} prompts: {min(lengths)} to {max(lengths)} tokens")
-  print(f"first prompt: {prompts[0].text!r}, answer {prompts[0].answer!r}")
+  answers = [prompts[0].answer, *prompts[0].alternatives]
+  said = (
+    "answer " + " or ".join(map(repr, answers)) if answers[0] else "no answer"
+  )
+  print(f"first prompt: {prompts[0].text!r}, {said}")
   for line in filter(None, (one.origin for one in run.evaluators)):
     print(line)
 
@@ -74,9 +78,12 @@ def _check_rewards(run: Run) -> None:
   """
   name = run.config.reward.name
   problems = [x for one in run.evaluators for x in one.prompts[:_CHECKED]]
-  golds = [rewards.gold_response(name, p.answer) for p in problems]
+  golds = [
+    rewards.gold_response(name, p.answer) if p.answer else None
+    for p in problems
+  ]
   responses = [
-    p.answer if gold is None else gold for p, gold in zip(problems, golds)
+    gold or p.answer or p.question for p, gold in zip(problems, golds)
   ]
   verdicts = run.judge.pool.judge(
     [
@@ -88,7 +95,8 @@ def _check_rewards(run: Run) -> None:
   accepted = [v.correct for v in verdicts]
   if None in golds:
     accepted = [v.error is None for v in verdicts]
-    said = f"answers got a verdict (correct responses to {name!r} are unknown)"
+    texts = "answers" if all(p.answer for p in problems) else "questions"
+    said = f"{texts} got a verdict (correct responses to {name!r} are unknown)"
   print(f"rewards: {sum(accepted)} of {count} {said}")
   if sum(accepted) < (count + 1) // 2:
     row = accepted.index(False)

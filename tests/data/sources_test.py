@@ -59,14 +59,27 @@ class TestLayouts:
       # Columns of data sets for TRL, of OlympiadBench and of verl.
       *(({"ground_truth": "2"}, "2"), ({"solution": "2"}, "2")),
       *(({"answer": "2", x: "1+1"}, "2") for x in ("ground_truth", "solution")),
-      ({"final_answer": ["2"]}, "2"),
-      ({"reward_model": {"ground_truth": {"a": [1]}}}, '{"a": [1]}'),
+      *(({"final_answer": ["2"]}, "2"), ({"answer": [[2.5]]}, "2.5")),
+      ({"reward_model": {"ground_truth": ["2"]}}, "2"),
+      ({"reward_model": {"ground_truth": {"target": ["2"]}}}, "2"),
+      (
+        {"reward_model": {"ground_truth": {"a": [1], "b": 2}}},
+        '{"a": [1], "b": 2}',
+      ),
+      *(({"answer": [[1, 2], [3, 4]]}, "[[1, 2], [3, 4]]"),),
+      ({"answer": "[2]"}, "[2]"),  # Text, such as an interval.
       # GSM8K has its solution in the answer.
       ({"answer": "<<2*36=72>>72\n#### 72"}, "<<2*36=72>>72\n#### 72"),
     ],
   )
   def test_answers(self, fields, answer):
     assert example(question="1+1?", **fields).answer == answer
+
+  def test_each_of_several_answers_is_right(self):
+    found = example(question="1+1?", answer=["2", None, 2.5, "two"])
+    assert (found.answer, found.alternatives) == ("2", ("2.5", "two"))
+    with pytest.raises(InputError, match="'answer' is a bool"):
+      example(question="1+1?", answer=["2", True])
 
   def test_verl(self):
     found = example(**VERL)
@@ -150,6 +163,11 @@ class TestFiles:
       (b"null", "not a JSON object"),
       (b"\xff", "not UTF-8 .* byte 0xff in position 0"),
       ({"question": "1?"}, "no field 'answer'; it has 'question'; map them"),
+      *(
+        ({"question": "1?", "answer": x}, "'answer' is null; give it a value")
+        for x in (None, [None], [])
+      ),
+      ({}, "or 'question'; the row is empty; remove it"),
       ({"answer": "1"}, "'prompt' or 'messages' or 'question'; it has 'ans"),
       ({"prompt": "1", "messages": ASKED}, "give either 'prompt' or 'mess"),
       ({**GOOD, "answer": True}, "'answer' is a bool; give a text or a num"),
@@ -203,6 +221,11 @@ class TestFiles:
       read(path, ask="question")
     with pytest.raises(InputError, match="no field 'a.b', which data.columns"):
       read(path, answer="a.b")
+    path = jsonl(tmp_path, GOOD | {"gold": None})
+    with pytest.raises(
+      InputError, match="'gold', which .* names is null; give"
+    ):
+      read(path, answer="gold")
 
 
 @pytest.fixture(scope="module")

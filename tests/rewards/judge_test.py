@@ -109,11 +109,11 @@ class TestJudge:
     judge = self.judge(reading)
     # Two turns of the model, between which the environment says 42, and a
     # response that begins with a hint.
-    spoken = ["a=42b", "a=42", "hi42"]
+    spoken = ["a=42b", "a=42", "b=42"]
     rollout = texts.write(spoken, [Status.FINISHED] * 3)
     rollout.mask[:2, 2:4] = rollout.mask[2, :2] = False
     judged = judge(rollout, [texts.make_prompt(0, "?", "42")] * 3)
-    assert seen == [("a=\nb", "a=b"), ("a=", "a="), ("hi42", "hi42")]
+    assert seen == [("a=\nb", "a=b"), ("a=", "a="), ("b=42", "b=42")]
     np.testing.assert_array_equal(judged.responses.correct, [0, 0, 1])
     assert judged.responses.judged.all()
     assert judged.texts == spoken  # For people.

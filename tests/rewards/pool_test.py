@@ -147,6 +147,27 @@ def pool():
     yield pool
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_of_several_answers_counts(workers):
+  # Text of a list never matches; its first element would refuse the others.
+  texts = [
+    r"\boxed{72}",
+    r"\boxed{1.5}",
+    r"\boxed{3}",
+    r'\boxed{["72", "3/2"]}',
+  ]
+  calls = [
+    {"response": x, "answer": ["72", "3/2"], "finished": True, "columns": {}}
+    for x in texts
+  ]
+  with contextlib.closing(
+    rewards.RewardPool(rewards.numeric, workers=workers)
+  ) as pool:
+    found = pool.judge(calls)
+  assert [v.correct for v in found] == [True, True, False, False]
+  assert not any(v.error for v in found)
+
+
 class TestWorkers:
   def test_long_text_and_a_process_for_every_response(self, pool):
     workers = set(psutil.Process().children())
