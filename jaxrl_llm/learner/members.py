@@ -235,6 +235,8 @@ def make_member(
   optimizer = optimizer_lib.make_optimizer(
     schedule, **dataclasses.asdict(settings)
   )
+  if getattr(fns, "owner", ""):
+    optimizer = optimizer_lib.independent(optimizer)
   whole = jax.eval_shape(fns.init, jax.random.key(0))
   _check_frozen(whole, settings.frozen)
   base, trained = partition(whole, settings.frozen)

@@ -199,6 +199,30 @@ def make_optimizer(
   )
 
 
+def independent(
+  optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+  """Makes an optimizer of several models by name, each with its own state.
+
+  Its update takes the tokens that each model was trained on, `of_each`, in the
+  order of their names. A model without any does not move and keeps its state.
+  """
+
+  def init(params):
+    return {name: optimizer.init(x) for name, x in params.items()}
+
+  def update(updates, state, params, *, of_each):
+    found = {}
+    for name, tokens in zip(sorted(updates), of_each, strict=True):
+      new = optimizer.update(updates[name], state[name], params[name])
+      old = jax.tree.map(jnp.zeros_like, updates[name]), state[name]
+      keep = functools.partial(jnp.where, tokens > 0)
+      found[name] = jax.tree.map(keep, new, old)
+    return tuple({k: x[i] for k, x in found.items()} for i in (0, 1))
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
 def create_train_state(
   trained: Any, optimizer: optax.GradientTransformation
 ) -> TrainState:
@@ -227,6 +251,7 @@ def apply_gradients(
   *,
   finite: chex.Array,
   scale: chex.Array | None = None,
+  of_each: chex.Array | None = None,
 ) -> TrainState:
   """Applies one optimizer update, or returns the same state if not `finite`.
 
@@ -236,10 +261,14 @@ def apply_gradients(
     optimizer: optimizer of the state.
     finite: bool scalar.
     scale: factor of the update on top of the learning rate; None is 1.
+    of_each: argument of an `independent` optimizer.
   """
   before = state.optimizer
   trained = state.trained
-  updates, opt_state = optimizer.update(gradients, before.opt_state, trained)
+  more = {} if of_each is None else {"of_each": of_each}
+  updates, opt_state = optimizer.update(
+    gradients, before.opt_state, trained, **more
+  )
   if scale is not None:
     updates = jax.tree.map(lambda x: scale * x, updates)
   moved = optax.apply_updates(trained, updates)

@@ -126,6 +126,10 @@ def value_objective(fns: ValueFns, value_loss: Part) -> Objective:
     total = jnp.sum(inputs["weights"] * terms.loss)
     tokens = jnp.sum(packed.mask, dtype=jnp.float32)
     sums, means = {"value/loss": total, "tokens": tokens}, {}
+    if fns.owner:
+      trained = jnp.where(inputs["weights"] > 0, inputs[fns.owner], -1)
+      count = lambda i: jnp.sum(trained == i, dtype=jnp.float32)
+      sums["tokens_of_each"] = jnp.stack([*map(count, range(fns.count))])
     logs = sums, means
     total += _add_of_model(logs, "value", of_model, micro, packed.mask)
     return total, (sums, means, {})
@@ -269,6 +273,7 @@ def _apply(name, optimizer, schedule, state, sums, step, *, scale=None):
   norm = optax.global_norm(gradients)
   finite = jnp.isfinite(norm) & jnp.isfinite(totals[f"{name}/loss"])
   tokens = jnp.maximum(totals.pop("tokens"), 1.0)
+  of_each = totals.pop("tokens_of_each", None)
   noise = _noise(
     norm, tokens, totals.pop("squares"), totals.pop("micro_batches")
   )
@@ -288,7 +293,7 @@ def _apply(name, optimizer, schedule, state, sums, step, *, scale=None):
     metrics[f"{name}/step_scale"] = scale
   state = at_schedule_step(state, step)
   state = apply_gradients(
-    state, gradients, optimizer, finite=finite, scale=scale
+    state, gradients, optimizer, finite=finite, scale=scale, of_each=of_each
   )
   return state, metrics
 

@@ -3,7 +3,8 @@
     V = (V_1 + V_2) / 2,  disagreement = |V_1 - V_2| / 2
 
 Differs from PPO in that each prompt always trains the same one of the two
-critics, so that their disagreement estimates the critic's error. Tokens where
+critics, so that their disagreement estimates the critic's error. A mini-batch
+without a prompt of its half leaves a critic as it is. Tokens where
 they agree most (the fraction `estimator.agree_share` of a batch) carry no
 policy loss: their advantages are small or certain, so they are uninformative.
 The critics may be smaller than the policy (`value.init_from`).
@@ -60,6 +61,7 @@ def make(fns: ValueFns) -> ValueFns:
     from_policy=from_policy,
     outputs=outputs,
     count=len(NAMES),
+    owner="second_half",
     load=fns.load and load,
   )
 

@@ -92,6 +92,8 @@ class ValueFns(NamedTuple):
   shares_prompts: bool
   head: heads.ValueHead
   count: int = 1  # Number of critics in an ensemble.
+  # Input [B] with the index of the critic that a response trains, if several.
+  owner: str = ""
   load: Callable[..., Any] | None = None  # See `ModelFns`; of each critic.
 
 

@@ -1,5 +1,8 @@
 """AsyPPO: two critics on halves of the prompts."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,12 @@ from helpers import tiny_run, tiny_update
 from helpers.tiny_algorithm import make_algorithm
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.optimizer import (
+  create_train_state,
+  independent,
+  make_optimizer,
+)
+from jaxrl_llm.learner.update import make_update, value_objective
 from jaxrl_llm.methods import asyppo
 from jaxrl_llm.trainer import validation
 
@@ -62,6 +71,47 @@ def test_a_prompt_trains_one_critic():
   moved = np.abs(np.asarray(gradient["value_logits"])).max(-1) > 0
   np.testing.assert_array_equal(moved[0], np.asarray(second) == 0)
   np.testing.assert_array_equal(moved[1], np.asarray(second) == 1)
+
+
+def test_each_is_trained_as_if_it_were_alone():
+  """Also by momentum, decay and clipping, and if its half is empty."""
+  fns, made = tiny_update.make_fns("value"), make_algorithm(**_ON)
+  both, one = asyppo.make(fns), make_algorithm()
+  initial = _make_params(both)
+  schedule = lambda step: jnp.float32(0.01)
+  optimizer = make_optimizer(
+    schedule, max_grad_norm=0.1, b1=0.9, b2=0.9, eps=1e-8, weight_decay=0.1
+  )
+
+  def trained(fns, loss, optimizer, params, batches):
+    updated = make_update(value_objective(fns, loss), optimizer, schedule)
+    state = create_train_state(jax.tree.map(jnp.array, params), optimizer)
+    for batch in batches:
+      state, metrics = updated(state, batch)
+      assert all(np.shape(x) == () for x in metrics.values())
+    return state
+
+  batch = tiny_update.make_batch("value")
+  drawn = batch.packed.segments % 2
+  batches = [
+    tiny_update.with_input(batch, "second_half", np.float32(half))
+    for half in (drawn, 0 * drawn, 0 * drawn, drawn, 1 + 0 * drawn)
+  ]
+  loss, each = made.value_loss, independent(optimizer)
+  state = trained(both, loss, each, initial, batches)
+  for number, name in enumerate(asyppo.NAMES):
+    own = []
+    for x in batches:
+      mine = x.inputs["second_half"] == number
+      weights = np.where(mine, x.inputs["weights"], 0)
+      own.append(tiny_update.with_input(x, "weights", weights))
+    own = [x for x in own if x.trains]
+    assert len(own) == (4, 3)[number]
+    alone = trained(fns, one.value_loss, optimizer, initial[name], own)
+    close = functools.partial(chex.assert_trees_all_close, rtol=1e-4, atol=1e-6)
+    close(state.trained[name], alone.trained)
+    moments, expected = state.optimizer.opt_state[name], alone.optimizer
+    close(moments[1][0], expected.opt_state[1][0])
 
 
 def test_halves_are_of_prompts():
