@@ -1,4 +1,4 @@
-"""An example plugin: a custom reward, source of questions, input and loss.
+"""An example plugin: a reward, source of questions, input, loss and metric.
 
 scripts/train.py --config=configs/grpo.py --plugin=docs/plugin.py
   --config.data.source=doubles --config.data.settings="{'largest': 40}"
@@ -32,7 +32,12 @@ def early(logprobs, proximal_logprobs, advantages, to_come, *, clip_high):
   return losses.clipped_policy_loss(logprobs, proximal_logprobs, credit, **clip)
 
 
+def shortest(own_lengths):  # Tokens of the shortest response of a batch.
+  return own_lengths.min()
+
+
 register.reward("digits", digits)
 register.source("doubles", doubles)
 register.token_input("to_come", to_come)
 register.loss("early", early)
+register.metric("shortest", shortest)  # Logged as own/shortest.

@@ -373,6 +373,19 @@ def auxiliary(
   _add(choices.AUXILIARY, "loss.auxiliary", name, made)
 
 
+def metric(name: str, fn: Callable[..., Any], **inputs: str) -> None:
+  """Registers a metric of the batches of training, logged as `own/NAME`.
+
+  Args:
+    name: new name.
+    fn: inputs of the batch -> a number, as in `token_input`. `policy_mask` are
+      the tokens that are trained on. A method without an input is refused.
+    **inputs: argument of `fn` -> name of its input, where the names differ.
+  """
+  _check_keywords(fn, "loss", "estimator", inputs=inputs, defaults=True)
+  _add(choices.METRICS, "metrics", name, choices.maker_of(fn, **inputs))
+
+
 def optimizer(name: str, make: Callable[..., Any]) -> None:
   """Registers an optimizer, for `optimizer.policy.name` and `.value.name`.
 

@@ -46,6 +46,7 @@ class Algorithm:
     members: name of a model other than policy and critic -> inputs that it is
       trained on.
     rollout_reads: inputs, provided by models, that are read during generation.
+    metrics: name of a user's metric -> scalar of a batch.
   """
 
   parts: Mapping[str, Part]
@@ -61,6 +62,7 @@ class Algorithm:
     default_factory=dict
   )
   rollout_reads: frozenset[str] = frozenset()
+  metrics: Mapping[str, Part] = dataclasses.field(default_factory=dict)
 
   @property
   def correction(self) -> Part | None:
@@ -93,7 +95,9 @@ class Algorithm:
       names |= set(processor.state.reads)
     if self.value_loss is not None:
       names |= self.value_inputs | {"value_mask", "returns", "old_values"}
-    names = names.union(*self.members.values())
+    names = names.union(
+      *self.members.values(), *(x.reads for x in self.metrics.values())
+    )
     return frozenset(names)
 
   @property

@@ -77,6 +77,7 @@ def make_algorithm(config: Groups) -> Algorithm:
     loss_mode=loss["mode"],
     loss_norm=norm,
     rollout_reads=rollout_reads,
+    metrics={name: make(both) for name, make in choices.METRICS.items()},
   )
   for settings in (estimator, loss):
     settings.check_read()
@@ -109,6 +110,7 @@ def _check_leaves(algorithm: Algorithm, config: Groups) -> None:
       for name, term in algorithm.auxiliary.items()
     },
     **{f"member {name!r}": x for name, x in algorithm.members.items()},
+    **{f"metric {k!r}": x.reads for k, x in algorithm.metrics.items()},
     "schedule.prune": algorithm.rollout_reads,
   }
   for name, processor in algorithm.processors.items():

@@ -129,6 +129,8 @@ MASKS = Table(
 
 # User-defined masks of the policy loss: name -> (mask, inputs) -> mask.
 OWN_MASKS: dict[str, Callable[..., jax.Array]] = {}
+# User-defined metrics: name -> (settings) -> number of a batch.
+METRICS: dict[str, Callable[[Settings], Part]] = {}
 
 
 # Name -> (config group loss) -> `losses.ClippedPolicyLoss`.

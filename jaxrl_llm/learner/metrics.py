@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import estimators, masked
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.packing import next_power_of_two
 from jaxrl_llm.learner.state import TrainingBatch
@@ -28,6 +29,14 @@ def batch_metrics(
   )
   if "next_values" in scores:
     row |= boundary_error(rollout, scores["values"], scores["next_values"])
+  for name, metric in algorithm.metrics.items():
+    value = np.asarray(metric(experience))
+    if value.size != 1:
+      raise InputError(
+        f"metric {name!r} returned shape {value.shape}; return a number, such"
+        " as jnp.mean(x)"
+      )
+    row[f"own/{name}"] = float(value.item())
   return row
 
 

@@ -14,6 +14,7 @@ REGISTRIES = (
   choices.POLICY_LOSSES,
   choices.OWN_MASKS,
   choices.AUXILIARY,
+  choices.METRICS,
   choices.MEMBERS,
   providers.PROVIDERS,
   optimizer.OPTIMIZERS,

@@ -237,6 +237,30 @@ class TestRegister:
     with pytest.raises(InputError, match=said):
       make_algorithm(estimator__name="group", loss__auxiliary={"far": 1.0})
 
+  def test_an_own_metric(self, model):
+    register.token_input("to_come", to_come)
+
+    def late(to_come, values, policy_mask, *, base=2.0):
+      return base * jnp.sum(jnp.where(policy_mask, to_come + values, 0.0))
+
+    register.metric("late", late)
+    register.metric("best", lambda x: x.max(), x="rewards")
+    run = tiny_run.make_run(model)
+    states, responses = recipes.collect(run)
+    batches = []
+    _, row = recipes.update(run, states.learner, responses, batches.append)
+    assert row["own/best"] == responses.rewards.max()
+    seen = batches[0].experience
+    expected = 2 * (seen["to_come"] + seen["values"])[seen["policy_mask"]].sum()
+    np.testing.assert_allclose(row["own/late"], expected, rtol=1e-4)
+    with pytest.raises(InputError, match="metric 'late': this part reads 'val"):
+      make_algorithm(estimator__name="group")
+    register.metric("late", lambda policy_mask: policy_mask[0])
+    run = tiny_run.make_run(model)
+    states, responses = recipes.collect(run)
+    with pytest.raises(InputError, match="metric 'late' returned shape"):
+      recipes.update(run, states.learner, responses)
+
   def test_what_compares_groups_does_not_stream(self):
     register.token_input("of_prompt", lambda example_id: example_id)
     register.estimator("own", lambda mask, of_prompt: mask * of_prompt)
