@@ -33,6 +33,7 @@ _PROGRAM_BYTES = 2**20  # Printed by a program.
 _COUNT_EVERY_S = 0.25  # Between counts of the processes of a call.
 # Options of prctl(2).
 _DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
+_prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: -1)  # Linux only.
 
 
 def limit(**most: int) -> None:
@@ -53,7 +54,7 @@ def adopt_orphans() -> set[int]:
 
   These, such as processes started by imported modules, outlive the calls.
   """
-  ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
+  _prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
   return _descendants(set())
 
 
@@ -89,7 +90,7 @@ def call(
     child = os.fork()
     if not child:
       try:
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        _prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
         for channel in (caller, *private, read, said):
           os.close(channel)
         os.dup2(say, 1)
@@ -157,7 +158,10 @@ def _temporary_folder() -> Iterator[str]:
   try:
     yield folder
   finally:
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+      os.rmdir(folder)
+    except OSError:  # Most often it is empty.
+      shutil.rmtree(folder, ignore_errors=True)
 
 
 def _limit_call(deadline_s: float) -> None:
@@ -166,11 +170,13 @@ def _limit_call(deadline_s: float) -> None:
   limit(AS=_MEMORY_BYTES, FSIZE=_FILE_BYTES, CORE=0, CPU=seconds)
   with contextlib.suppress(OSError, ValueError):
     # The system counts all threads of a user; there are at most that many.
-    threads = pathlib.Path("/proc/loadavg").read_text().split()[3]
-    limit(NPROC=int(threads.partition("/")[2]) + _PROCESSES)
+    with open("/proc/loadavg", "rb") as file:
+      threads = file.read().split()[3].partition(b"/")[2]
+    limit(NPROC=int(threads) + _PROCESSES)
   with contextlib.suppress(OSError):
     # If memory runs out, the system ends them and not the trainer.
-    pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
+    with open("/proc/self/oom_score_adj", "wb", 0) as file:
+      file.write(b"1000")
 
 
 def _has_ended(child: int) -> bool:
