@@ -37,6 +37,7 @@ _OWN: set[tuple[str, str]] = set()  # (key, name) of user-defined parts.
 
 def _add(table: dict, key: str, name: str, value: Any) -> None:
   """Adds a part; replaces a user-defined one, e.g. if a cell is run again."""
+  _check_callable(name, getattr(value, "make", value))
   file = table.get(name)  # The file in `methods`, if it is being imported now.
   adds = isinstance(file, str) and f"jaxrl_llm.methods.{file}" in sys.modules
   if name in table and not adds and (key, name) not in _OWN:
@@ -44,6 +45,14 @@ def _add(table: dict, key: str, name: str, value: Any) -> None:
   if not adds:
     _OWN.add((key, name))
   table[name] = value
+
+
+def _check_callable(name: str, *functions: Any) -> None:
+  for fn in functions:
+    if not callable(fn):
+      raise ValueError(
+        f"{name!r}: {fn!r:.40} cannot be called; give a function"
+      )
 
 
 def _check_keywords(
@@ -58,6 +67,7 @@ def _check_keywords(
   `loss.settings`; other groups have no custom settings. With `defaults`, custom
   settings need a default.
   """
+  _check_callable(groups[0], fn)
   bound = {*getattr(fn, "keywords", ()), *inputs}  # By functools.partial.
   known = [k.rpartition(".")[2] for k in config.KEYS if k.startswith(groups)]
   for p in inspect.signature(fn).parameters.values():
@@ -127,6 +137,8 @@ def family(name: str, family: families.Family) -> None:
     family: model family, as defined by the files of
       `jaxrl_llm/models/families/`.
   """
+  if not isinstance(family, families.Family):
+    raise ValueError(f"family {name!r} is {family!r:.40}; give a Family")
   if name in families.names() and name not in families.REGISTERED:
     raise ValueError(f"family {name!r} already exists; use another name")
   families.REGISTERED[name] = family
@@ -210,6 +222,7 @@ def tools(name: str, *functions: Callable[..., Any]) -> None:
     *functions: functions with typed arguments and a docstring that describes
       them and, in lines `name: text`, their arguments.
   """
+  _check_callable(name, *functions)
   environment(name, functools.partial(Tools, functions))
 
 
@@ -250,6 +263,7 @@ def mask(name: str, fn: Callable[..., jax.Array]) -> None:
     fn: (mask [B, T], inputs) -> bool mask [B, T], with settings of config group
       `estimator`. Tokens that are not in `mask`, its first argument, stay out.
   """
+  _check_callable(name, fn)
   if next(iter(inspect.signature(fn).parameters), "") != "mask":
     raise ValueError(
       f"mask {name!r}: its first argument must be `mask`, the tokens that are"
@@ -280,6 +294,7 @@ def logits_processor(
       processor stateless, and `fn` gets None.
     initial: state before the first batch.
   """
+  _check_callable(name, state or fn)
   _check_keywords(fn, "sampler")
 
   def make(sampler: choices.Settings) -> ProcessorSpec:
@@ -328,6 +343,7 @@ def leaf(
       `register.member`), 'reference', or inputs. A run has them only if its
       method reads the input.
   """
+  _check_callable(name, fn)
   give = lambda scoring: {name: fn(scoring)}
   build_algorithm.add_leaf(name, providers.Provider(tuple(needs), give))
 

@@ -1,6 +1,7 @@
 """User-defined data, rewards and loss, each trained for a step."""
 
 import dataclasses
+import inspect
 import json
 import pathlib
 import re
@@ -145,6 +146,17 @@ class TestData:
       run = build.make_run(make_config(model, **changes | more))
       assert run.evaluators[0].name == "own_training_data"
       assert "which is also the training data" in run.evaluators[0].origin
+
+  def test_questions_with_different_answers_are_counted(self, model, tmp_path):
+    rows = [{"question": q, "answer": a} for q, a in QUESTIONS]
+    rows += [{"question": q, "answer": a + 1} for q, a in QUESTIONS]
+    rows += rows[:3]
+    run = build.make_run(make_config(model, **self.files(tmp_path, rows)))
+    said = "; 19 questions of the training data have different answers"
+    assert run.evaluators[0].origin.endswith(said)
+    changes = self.files(tmp_path, rows[:20] + rows[:3])
+    run = build.make_run(make_config(model, **changes))
+    assert "different" not in run.evaluators[0].origin
 
   def test_answers_that_the_verifier_needs(self, model, tmp_path):
     changes = self.files(tmp_path, [{"prompt": q} for q, _ in QUESTIONS])
@@ -356,3 +368,37 @@ def test_a_tool_of_a_chat_model(tmp_path):
       assert answer["text"] == f"\ntool: {doubles}\nassistant: "
       called += len(numbers)
   assert called
+
+
+@pytest.mark.parametrize(
+  "verb, more",
+  [
+    *(("reward", {}), ("group_reward", {}), ("source", {}), ("template", {})),
+    *(("prompt_source", {}), ("oracle", {}), ("schedule", {}), ("engine", {})),
+    *(("environment", {}), ("tools", {}), ("estimator", {}), ("loss", {})),
+    *(
+      ("mask", {}),
+      ("logits_processor", {}),
+      ("token_input", {}),
+      ("leaf", {}),
+    ),
+    *(("member", {"reads": ()}), ("auxiliary", {}), ("optimizer", {})),
+    ("family", {}),
+  ],
+)
+def test_what_cannot_be_called_is_refused_when_it_is_registered(verb, more):
+  said = "cannot be called; give a function|give a Family"
+  with pytest.raises(ValueError, match=said):
+    getattr(register, verb)("three", 3, **more)
+
+
+def test_every_verb_is_tried_above():
+  verbs = {
+    k
+    for k, v in vars(register).items()
+    if inspect.isfunction(v)
+    and v.__module__ == register.__name__
+    and not k.startswith("_")
+  }
+  mark = test_what_cannot_be_called_is_refused_when_it_is_registered.pytestmark
+  assert {verb for verb, _ in mark[0].args[1]} == verbs

@@ -12,7 +12,7 @@ import glob
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.data.tasks import Example
@@ -38,6 +38,14 @@ _HUB = (
 )
 
 
+# First bytes of compressed files -> command that decompresses them.
+_COMPRESSED = {
+  **{b"\x1f\x8b": "gunzip", b"PK\x03\x04": "unzip", b"BZh": "bunzip2"},
+  **{b"\xfd7zXZ": "unxz", b"(\xb5/\xfd": "unzstd"},
+}
+_MOST_ERRORS = 5  # Bad rows that one message describes.
+
+
 class Row(NamedTuple):
   """A row of data as read."""
 
@@ -58,11 +66,33 @@ def read_examples(
     InputError: See `read_rows` and `to_example`.
   """
   examples, paths = [], files(path)
+  for file in paths:
+    if paths.count(file) > 1:
+      raise InputError(f"{file} is named twice; name every file once")
   for file, stem in zip(paths, told_apart([x.stem for x in paths], paths)):
-    for row in read_rows(file):
-      name = f"{stem}-{row.where.rpartition(':')[2]}"
-      examples.append(to_example(row, columns, name=name, source=stem))
+    convert = lambda row, stem=stem: to_example(
+      row,
+      columns,
+      name=f"{stem}-{row.where.rpartition(':')[2]}",
+      source=stem,
+    )
+    examples += _convert(convert, read_rows(file))
   return examples
+
+
+def _convert(convert: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+  """Converts all items; raises the first errors, up to five, as one."""
+  results, errors = [], []
+  for item in items:
+    try:
+      results.append(convert(item))
+    except InputError as error:
+      errors.append(str(error))
+    if len(errors) == _MOST_ERRORS:
+      break
+  if errors:
+    raise InputError("; ".join(errors))
+  return results
 
 
 def told_apart(
@@ -110,10 +140,17 @@ def parse_rows(data: bytes, name: str, *, text: bool = False) -> list[Row]:
   if data.startswith(b"PAR1"):
     records = enumerate(_read_parquet(data, name), start=1)
     rows = [Row(f"{name}:{number}", plain(x)) for number, x in records]
+  elif kind := next(filter(data.startswith, _COMPRESSED), b""):
+    raise InputError(
+      f"{name}: a compressed file; decompress it with {_COMPRESSED[kind]}"
+    )
   elif text:
     rows = [Row(at, {"prompt": line}) for at, line in read_lines(data, name)]
   else:
-    rows = [Row(at, parse_object(x, at)) for at, x in read_lines(data, name)]
+    parse = lambda line: Row(
+      line[0], parse_object(line[1], line[0], unique=True)
+    )
+    rows = _convert(parse, read_lines(data, name))
   if not rows:
     raise InputError(f"{name}: there are no rows; write one per line")
   return rows
@@ -183,7 +220,11 @@ def read_object(path: pathlib.Path, advice: str) -> dict[str, Any]:
 
 
 def parse_object(
-  text: str, where: str, advice: str = "write one object per line"
+  text: str,
+  where: str,
+  advice: str = "write one object per line",
+  *,
+  unique: bool = False,
 ) -> dict[str, Any]:
   """Parses a JSON object.
 
@@ -191,14 +232,26 @@ def parse_object(
     text: content of a line or a file.
     where: its location, for messages.
     advice: advice in the error.
+    unique: whether a key that occurs twice is an error; otherwise the last
+      value counts.
 
   Raises:
     InputError: The text is not a JSON object.
   """
   with as_input_error(f"{where}: not JSON", advice, ValueError, RecursionError):
-    value = json.loads(text, parse_constant=_refuse)
+    hook = _unique if unique else None
+    value = json.loads(text, parse_constant=_refuse, object_pairs_hook=hook)
   if not isinstance(value, dict):
     raise InputError(f"{where}: not a JSON object; {advice}")
+  return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  value = dict(pairs)
+  if len(value) < len(pairs):
+    names = [name for name, _ in pairs]
+    twice = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"{twice!r} is given twice")
   return value
 
 

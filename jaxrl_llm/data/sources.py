@@ -156,6 +156,11 @@ def make_source(
     raise InputError(
       f"data.columns has {column!r}; it maps {', '.join(rows.COLUMNS)}"
     )
+  for column, path_of in columns.items():
+    if not isinstance(path_of, str):
+      raise InputError(
+        f"config.data.columns[{column!r}]={path_of!r}: give a column's name"
+      )
   given = {"path": path, "split": split, "seed": seed, "columns": columns}
   for key in given.keys() & settings:
     place = "run.seed" if key == "seed" else f"data.{key}"
@@ -209,8 +214,9 @@ def hold_out(source: Source, share: float, label: str) -> tuple[Source, Source]:
   count = max(1, min(round(share * len(distinct)), _MOST_HELD))
   if count >= len(distinct):
     raise InputError(
-      f"{label}: too few questions ({len(distinct)}) to hold one out for"
-      " evaluation; set eval.path, or data.holdout=0 to evaluate on them"
+      f"{label}: too few questions ({len(distinct)} distinct in"
+      f" {len(asked)} rows) to hold one out for evaluation; set eval.path, or"
+      " data.holdout=0 to evaluate on them"
     )
   held = set(distinct[:count])
   parts = [], []

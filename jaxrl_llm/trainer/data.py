@@ -1,5 +1,6 @@
 """The data of a run: training prompts and evaluation problems."""
 
+import collections
 import inspect
 import pathlib
 from collections.abc import Callable, Sequence
@@ -71,6 +72,10 @@ def make_prompts(
   }
   trained = _trained(train, sets)
   problems = [_problems(config, one, trained, settings) for one in sets]
+  if count := _contradictions(train):
+    line = f"{count} questions of the training data have different answers"
+    origin = "; ".join(filter(None, [problems[0].origin, line]))
+    problems[0] = problems[0]._replace(origin=origin)
   sizes = {"max_response_length": config.sampler.max_response_length}
   sizes["group_size"] = data.group_size
   read = sizes.keys() & inspect.signature(make).parameters
@@ -138,6 +143,15 @@ def _trained(train, sets) -> set[str]:
   }
   read = range(len(train) if len(train) <= sources.MOST_READ else 0)
   return asked.intersection(_normal(train[i].question) for i in read)
+
+
+def _contradictions(source: sources.Source) -> int:
+  """Returns the number of questions that occur with different answers."""
+  answers = collections.defaultdict(set)
+  for i in range(len(source) if len(source) <= CHECKED else 0):
+    asked = _normal(source[i].question), str(source[i].messages)
+    answers[asked].add((source[i].answer, source[i].alternatives))
+  return sum(len(different) > 1 for different in answers.values())
 
 
 def _normal(question: str) -> str:

@@ -1,9 +1,11 @@
 """Data sources: files of rows, TFDS without TensorFlow, and splits."""
 
 import datetime
+import importlib
 import json
 import os
 import sys
+import zipfile
 
 import pyarrow
 import pytest
@@ -113,8 +115,12 @@ class TestFiles:
     both = f"{tmp_path}/b.jsonl,{tmp_path}/a.jsonl"
     assert [x.id for x in read(both)] == ["b-1", "a-1"]
     assert [x.id for x in read(f"{tmp_path}/*.jsonl")] == ["a-1", "b-1"]
-    many = ",".join([both] * 100)  # Longer than a path may be.
-    assert len(many) > 4096 and len(read(many)) == 200
+    names = [f"{i}-{'x' * 200}" for i in range(30)]
+    many = [str(jsonl(tmp_path, GOOD, name=name)) for name in names]
+    assert len(",".join(many)) > 4096  # Longer than a path may be.
+    assert len(read(",".join(many))) == 30
+    with pytest.raises(InputError, match="a.jsonl is named twice; name every"):
+      read(f"{both},{tmp_path}/a.json*")
 
   def test_the_name_of_a_file_is_no_pattern(self, tmp_path):
     names = "a[1]", "a1", "a,1"
@@ -157,6 +163,10 @@ class TestFiles:
     "line, match",
     [
       (b"{nope", "not JSON"),
+      (
+        b'{"answer": "1", "question": "1?", "answer": "2"}',
+        "'answer' is given",
+      ),
       (b"[" * 100_000, "not JSON"),
       (b'{"question": "1", "answer": NaN}', "NaN is not a JSON number"),
       (b'"text"', "not a JSON object"),
@@ -192,6 +202,30 @@ class TestFiles:
     assert str(caught.value).startswith(f"{path}:2: ")
     assert "\n" not in str(caught.value)
 
+  def test_the_first_five_bad_rows_are_named_at_once(self, tmp_path):
+    for bad in (b"{nope", {"question": "1?", "answer": None}, {}):
+      path = jsonl(tmp_path, *[GOOD, bad] * 7)
+      with pytest.raises(InputError) as caught:
+        read(path)
+      assert [
+        f"{path}:{n}: " in str(caught.value) for n in range(2, 15, 2)
+      ] == [*[True] * 5, False, False]
+      assert "\n" not in str(caught.value)
+
+  @pytest.mark.parametrize("kind", ["gzip", "bz2", "lzma", "zip"])
+  def test_compressed_files_are_named(self, tmp_path, kind):
+    data = json.dumps(GOOD).encode()
+    if kind == "zip":
+      with zipfile.ZipFile(tmp_path / "c.jsonl", "w") as archive:
+        archive.writestr("c", data)
+    else:
+      data = importlib.import_module(kind).compress(data)
+      (tmp_path / "c.jsonl").write_bytes(data)
+    with pytest.raises(
+      InputError, match="a compressed file; decompress it with"
+    ):
+      read(tmp_path / "c.jsonl")
+
   @pytest.mark.parametrize("text", ["", "\n \n"])
   def test_empty_file(self, tmp_path, text):
     (tmp_path / "e.jsonl").write_text(text)
@@ -219,6 +253,11 @@ class TestFiles:
     path = jsonl(tmp_path, GOOD)
     with pytest.raises(InputError, match="data.columns has 'ask'; it maps que"):
       read(path, ask="question")
+    for value in (5, None, ["a"], {}):
+      with pytest.raises(
+        InputError, match="data.columns.'id'.=.*give a column"
+      ):
+        read(path, id=value)
     with pytest.raises(InputError, match="no field 'a.b', which data.columns"):
       read(path, answer="a.b")
     path = jsonl(tmp_path, GOOD | {"gold": None})
@@ -384,7 +423,9 @@ class TestHoldOut:
     assert len(sources.hold_out(many, 0.9, "mine")[1]) == 1000
 
   def test_what_cannot_be_parted(self):
-    said = r"mine: too few questions \(1\) to hold one out .* data.holdout=0"
+    said = (
+      r"mine: too few questions \(1 distinct in . rows?\) to hold .*holdout=0"
+    )
     with pytest.raises(InputError, match=said):
       sources.hold_out(asked("a", "a"), 0.5, "mine")
     with pytest.raises(
