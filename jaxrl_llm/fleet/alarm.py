@@ -19,6 +19,9 @@ PRIORITY = (
   "nvlink_bandwidth",
 )
 
+# Fraction of the highest score in a role below which a host is not named: the
+# fault may have spread to it, or the job reacts to the fault.
+SHARE = 0.5
 KEEP = 0.75  # Fraction of the threshold above which a suspicion lasts.
 FEWEST = 3  # Minimum number of hosts; of two, either could be the faulty one.
 
@@ -89,7 +92,9 @@ def detect(
 
   Returns:
     The first alarm of each faulty host, sorted by time; none for a role with
-    fewer than three hosts. `metric` is a name if metrics have names.
+    fewer than three hosts. `metric` is a name if metrics have names. Hosts of
+    a role whose score, over the time of the alarm, is far below the highest
+    (`SHARE`) are left out.
 
   Raises:
     InputError: shapes and names do not agree.
@@ -106,20 +111,28 @@ def detect(
     )
   ranks = {name: rank for rank, name in enumerate(PRIORITY)}
   order = np.argsort([ranks.get(n, np.inf) for n in names], kind="stable")
-  alarms = {}
+  alarms = []
   for hosts in _compared(roles):
     found = score(data[hosts][..., order])
     end = data.shape[1]
     times = np.linspace(min(scores_lib.MEAN_S, end), end, len(found))
     since = np.full(found.shape[1:], np.nan)
+    first = {}
     for now, scores in zip(times, found):
       since, raised = watch(
         since, scores, float(now), threshold=threshold, hold_s=hold_s
       )
       for alarm in raised:
-        host, metric = int(hosts[alarm.host]), names[order[alarm.metric]]
-        alarms.setdefault(host, alarm._replace(host=host, metric=metric))
-  return sorted(alarms.values(), key=lambda alarm: alarm.until)
+        first.setdefault(alarm.host, alarm)
+    sizes = {}
+    for host, (_, _, begun, raised, _) in first.items():
+      held = found[(times >= begun) & (times <= raised), host]
+      sizes[host] = np.median(held, axis=0).max()
+    for host, alarm in first.items():
+      if sizes[host] >= SHARE * max(sizes.values()):
+        metric = names[order[alarm.metric]]
+        alarms.append(alarm._replace(host=int(hosts[host]), metric=metric))
+  return sorted(alarms, key=lambda alarm: alarm.until)
 
 
 def _compared(roles: Sequence[str]) -> list[np.ndarray]:

@@ -1,7 +1,9 @@
 """Minder's denoiser: one tiny LSTM-VAE per metric.
 
 It is trained on eight-second windows of healthy hosts, so that it reconstructs
-a window without its noise.
+a window without its noise. It sees a window without its mean, which is added to
+the reconstruction: of levels far from those of healthy hosts, a model that was
+trained on these makes less than of small differences.
 """
 
 from typing import Any
@@ -36,6 +38,7 @@ def fit(
   Reference: Minder, section 4.2 (hidden size 4, latent size 8, one layer).
   """
   data = jnp.asarray(windows, jnp.float32).transpose(2, 0, 1)  # [K, N, 8]
+  data -= data.mean(axis=-1, keepdims=True)
   first, key = jax.random.split(key)
   params = jax.vmap(_init)(jax.random.split(first, len(data)))
   transform = optax.adam(1e-2)
@@ -71,7 +74,9 @@ def standardized(x: np.ndarray) -> np.ndarray:
   Args:
     x: float [H, S, K], NaN where nothing arrived.
   """
-  residual = scores.residuals(scores.fill_gaps(x))
+  filled = np.moveaxis(scores.fill_gaps(x), 2, 0)
+  every = [scores.residuals(y, *scores.baseline(y)[:2]) for y in filled]
+  residual = np.stack(every, axis=-1)
   scale = 1.4826 * np.median(np.abs(residual), axis=(0, 1))
   return (residual / np.maximum(scale, 1e-9)).clip(-50, 50).astype(np.float32)
 
@@ -112,8 +117,9 @@ def denoised_scores(params: _Params, x: np.ndarray) -> np.ndarray:
 @jax.jit
 def _reconstruct(params: _Params, windows: jax.Array) -> jax.Array:
   """Reconstructs windows [K, N, 8] one metric at a time, to limit memory."""
+  means = windows.mean(axis=-1, keepdims=True)
   one = lambda xs: _decode(xs[0], _encode(xs[0], xs[1])[0])
-  return jax.lax.map(one, (params, windows))
+  return jax.lax.map(one, (params, windows - means)) + means
 
 
 def _init(key: chex.PRNGKey) -> _Params:

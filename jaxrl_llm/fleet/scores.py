@@ -4,8 +4,13 @@ import numpy as np
 
 MEAN_S = 60  # Seconds that a deviation is averaged over.
 STRIDE_S = 5  # Seconds between scores.
-BEGINNING_S = 180  # First seconds, which show how healthy hosts differ.
+BEGINNING_S = 180  # First seconds of work, which show how healthy hosts differ.
 SPREAD = 2.5  # Standard deviations between hosts that count as one of noise.
+_FEW = 32  # Hosts x metrics up to which that is enough.
+# Fraction of the fleet's level that counts as one standard deviation: healthy
+# hosts differ by up to 20 %, and such a difference may begin at any time.
+FLOOR = 0.14
+KEPT_S = 90  # Seconds of a score that lasts while the fleet is idle.
 MISSING = 0.35  # Missing fraction that counts as one standard deviation.
 # For `median_scores`, chosen on simulated fleets; see docs/reliability.md.
 THRESHOLD = 1.6
@@ -51,18 +56,22 @@ def _filled(x: np.ndarray) -> np.ndarray:
 def median_scores(x: np.ndarray) -> np.ndarray:
   """Scores how far a host deviates from the fleet and from its own baseline.
 
-  With r_h(t) the residual of a host and m_h(t) its mean over the last minute,
+  With r_h(t) the residual of a host (`residuals`) and m_h(t) its mean over the
+  last minute,
 
-    z_h(t) = max(min(|m_h|, 2 d_h), |m_h| / 8) / max(σ, SPREAD · σ(t))
+    z_h(t) = max(min(|m_h|, 2 d_h), |m_h| / 8) / max(σ, c · SPREAD · σ(t), f(t))
 
   where d is the distance of m from the range of the host's half-minute means in
-  the first three minutes: a burst there displaces the norm, and a host that
-  returns to its level before the burst is healthy. The scale σ is the noise of
-  single seconds over all hosts (1.4826 times the median of |r|), so that a few
-  hosts that happen to agree do not make another one look faulty. σ(t) is how
-  far the hosts have drifted apart by time t (1.4826 times the median of |m|
-  over hosts). A host also gets a score if it becomes still or restless
-  (`_activity`) or stops sending.
+  the baseline: a burst there displaces the norm, and a host that returns to its
+  level before the burst is healthy. The scale σ is the noise of single seconds
+  over all hosts (1.4826 times the median of |r|), so that a few hosts that
+  happen to agree do not make another one look faulty. σ(t) is how far the hosts
+  have drifted apart by time t (1.4826 times the median of |m| over hosts); c
+  grows with the number of hosts and metrics, the largest of which would exceed
+  any fixed limit. f is `FLOOR` for a metric whose hosts differ by factors, and
+  half as much again after a pause in which the fleet's level was near 0. A host
+  also gets a score if it becomes still or restless (`_activity`) or stops
+  sending, and keeps its score while the whole fleet is idle (`_kept`).
 
   Args:
     x: float [H, S, K] of one role, NaN where nothing arrived.
@@ -70,88 +79,154 @@ def median_scores(x: np.ndarray) -> np.ndarray:
   Returns:
     float32 [T, H, K]: every 5 seconds, from the end of the first minute on.
   """
+  tested = max(x.shape[0] * x.shape[2], _FEW)
+  spread = SPREAD * np.sqrt(np.log(tested) / np.log(_FEW))
   # One metric at a time to save memory.
-  return np.stack([_scores(x[..., k]) for k in range(x.shape[2])], axis=-1)
+  every = [_scores(x[..., k], spread) for k in range(x.shape[2])]
+  return np.stack(every, axis=-1)
 
 
-def residuals(x: np.ndarray) -> np.ndarray:
-  """Returns deviations from the median host beyond the initial ones.
+def residuals(x: np.ndarray, unit: np.ndarray, first: np.ndarray) -> np.ndarray:
+  """Returns deviations from the median host beyond the usual ones.
 
   Healthy hosts differ permanently, by dozens of standard deviations of a
-  second's noise. The norm of a host is its median deviation from the fleet in
-  the first three minutes. It is subtracted before hosts are compared again:
+  second's noise. The norm of a host is how it differs from the fleet in the
+  first three minutes of work. It is removed before hosts are compared again:
   otherwise the median would be a single host, whose faults would displace all
-  others.
+  others. A norm is either a difference or, for a metric whose hosts differ by
+  factors, a multiple of the fleet's level, whichever leaves less: a host that
+  needs 10 % more power does so at any level. Deviations of such a metric are
+  fractions of the fleet's level, or of a quarter of its usual level if that is
+  more: where all hosts are idle, nothing is large.
 
   Args:
-    x: float [H, S, ...] without NaN.
+    x: float [H, S] of one metric, without NaN.
+    unit: unit of the deviations [S], from `baseline`.
+    first: seconds of the baseline, from `baseline`.
   """
-  first = x[:, :BEGINNING_S]
-  norm = np.median(first - np.median(first, axis=0), axis=1, keepdims=True)
-  x = x - norm
-  return x - np.median(x, axis=0)
+  common, usual = np.median(x, axis=0), x[:, first]
+  gain = np.ones((len(x), 1))
+  expected = common + np.median(usual - common[first], axis=1, keepdims=True)
+  if (unit != 1).any():
+    gain = np.median(usual / unit[first], axis=1, keepdims=True)
+    left = lambda e: np.mean(np.abs(x - e)[:, ::STRIDE_S] / unit[::STRIDE_S])
+    expected = min(gain * common, expected, key=left)
+  apart = ((x - expected) / unit).astype(np.float32)
+  return (apart - np.median(apart, axis=0)) / np.maximum(gain, 0.5)
+
+
+def baseline(x: np.ndarray) -> tuple[np.ndarray, ...]:
+  """Returns how the hosts of a metric [H, S] are compared.
+
+  Returns:
+    The unit of deviations [S], the seconds of the baseline, the smallest
+    deviation that counts as a standard deviation [T, 1], and when all hosts are
+    idle [T]. The unit is 1 and nobody is idle if hosts do not differ by factors
+    of a positive level.
+  """
+  common = np.median(x, axis=0)
+  means = _means(common[None])
+  first = np.arange(min(BEGINNING_S, common.size))
+  # The job may end or begin at any time; its level may be high for seconds.
+  level = max(np.median(common[first]), np.percentile(common, 80))
+  absolute = np.ones_like(common), first, 0 * means, means[:, 0] < -np.inf
+  if level <= 0:
+    return absolute
+  unit = np.maximum(common, level / 4)
+  busy = np.flatnonzero(common >= level / 2)
+  busy = busy[busy < busy[0] + BEGINNING_S]
+  apart = np.abs(np.median(x[:, busy] / unit[busy], axis=1) - 1)
+  if np.median(apart) > 0.3 or np.mean(x < -level / 10) > 0.01:
+    return absolute
+  paused = means < level / 4
+  paused[: (busy[0] + MEAN_S) // STRIDE_S] = False  # Before the baseline.
+  idle = means[:, 0] < level / 2
+  again = np.maximum.accumulate(paused) & ~idle[:, None]
+  return unit, busy, FLOOR * (1 + again / 2), idle
 
 
 def distances(points: np.ndarray) -> np.ndarray:
   """Returns each host's distance from the median host, at a cost of O(H).
 
+  It stands for the sum of the distances from all other hosts, at a cost of
+  O(H²). The farthest host is the same if one is far from the others; among
+  healthy hosts it may be another one.
+
   Args:
     points: float [H, ..., D].
 
   Returns:
-    [H, ...]. The host that is farthest from all others, summed over all pairs,
-    is the farthest from the median (tested).
+    [H, ...].
   """
   return np.linalg.norm(points - np.median(points, axis=0), axis=-1)
 
 
-def _scores(x: np.ndarray) -> np.ndarray:
+def _scores(x: np.ndarray, spread: float) -> np.ndarray:
   """Returns z of one metric, [H, S] -> [T, H]."""
   filled = fill_gaps(x[..., None])[..., 0]
-  steps = np.abs(np.diff(filled, axis=1, prepend=filled[:, :1]))
+  unit, first, floor, idle = baseline(filled)
+  steps = np.abs(np.diff(filled, axis=1, prepend=filled[:, :1])) / unit
   # Resolution of a metric that hardly changes: a step that two hosts reach.
   smallest = np.where(steps > 0, steps, np.inf).min(axis=1)
-  resolution = np.sort(smallest)[min(1, len(smallest) - 1)]
-  resolution = resolution if np.isfinite(resolution) else 0.0
-  level = _level(residuals(filled), resolution)
-  activity = _activity(steps, resolution)
-  missing = np.abs(_change(_means(np.isnan(x)))) / MISSING
-  return np.maximum(np.maximum(level, activity), missing).astype(np.float32)
+  resolution = np.nan_to_num(np.sort(smallest)[:2][-1], posinf=0.0)
+  residual = residuals(filled, unit, first)
+  level = _level(residual, first, np.maximum(resolution, floor), spread)
+  still = resolution / MEAN_S + 0.04 * floor.min()
+  activity = _activity(steps, first, still, spread)
+  missing = np.abs(_change(_means(np.isnan(x)), 0)) / MISSING
+  every = np.maximum(np.maximum(level, activity), missing)
+  return _kept(every, idle).astype(np.float32)
 
 
-def _level(residual: np.ndarray, resolution: float) -> np.ndarray:
+def _kept(score: np.ndarray, idle: np.ndarray) -> np.ndarray:
+  """Keeps the last score [T, H] of a busy fleet while it is idle [T].
+
+  It is the smallest score of `KEPT_S` seconds that end 30 seconds before.
+  """
+  number, times = KEPT_S // STRIDE_S, np.arange(len(score))
+  last = np.maximum.accumulate(np.where(idle, 0, times))
+  for now in np.flatnonzero(idle & (last >= number + 5)):
+    before = score[last[now] - number - 5 : last[now] - 5]
+    score[now] = np.maximum(score[now], before.min(axis=0))
+  return score
+
+
+def _level(residual, first, least, spread) -> np.ndarray:
   """Scores displaced levels, [H, S] -> [T, H]."""
   size = np.abs(residual)
   # If all other hosts are constant, the smallest change counts.
-  noise = max(_ROBUST * np.median(size), resolution, 1e-6 * size.max() + 1e-30)
+  noise = max(_ROBUST * np.median(size), 1e-6 * size.max() + 1e-30)
   means = _centered(_means(residual))
-  first = _centered(_means(residual[:, :BEGINNING_S], MEAN_S // 2))
-  outside = np.maximum(means - first.max(axis=0), first.min(axis=0) - means)
+  usual = _centered(_means(residual[:, first], MEAN_S // 2))
+  outside = np.maximum(means - usual.max(axis=0), usual.min(axis=0) - means)
   size = np.abs(means)
   size = np.maximum(np.minimum(size, 2 * outside), size / 8)
-  return size / np.maximum(noise, SPREAD * _deviation(means))
+  noise = np.maximum(noise, least)
+  return size / np.maximum(noise, spread * _deviation(means))
 
 
-def _activity(steps: np.ndarray, resolution: float) -> np.ndarray:
+def _activity(steps, first, still, spread) -> np.ndarray:
   """Scores metrics that become still or restless, [H, S] -> [T, H].
 
   The score is the change of the log of the mean step between seconds; a metric
-  that freezes scores 3.
+  that freezes scores 3. Steps far below `still` are none.
   """
   means = _means(steps)
-  least = 0.05 * np.median(means) + resolution / MEAN_S + 1e-30
-  change = _change(np.log(means + least))
-  return np.abs(change) / np.maximum(1, SPREAD * _deviation(change))
+  usual = max(np.median(means), np.median(steps[:, first].mean(axis=1)))
+  still = max(0.05 * usual, still) + 1e-30
+  change = _change(np.log(means + still), first[0])
+  return np.abs(change) / np.maximum(1, spread * _deviation(change))
 
 
-def _change(means: np.ndarray) -> np.ndarray:
-  """Subtracts each host's usual value, then the median host's, [T, H]."""
-  first = 1 + (BEGINNING_S - MEAN_S) // STRIDE_S
-  return _centered(means - np.median(means[:first], axis=0))
+def _change(means: np.ndarray, begin: int) -> np.ndarray:
+  """Subtracts each host's first values, then the median host's, [T, H]."""
+  begin = min(begin // STRIDE_S, len(means) - 1)
+  first = means[begin : begin + 1 + (BEGINNING_S - MEAN_S) // STRIDE_S]
+  return _centered(means - np.median(first, axis=0))
 
 
 def _centered(means: np.ndarray) -> np.ndarray:
-  """Subtracts the median host's value, [T, H]."""
+  """Subtracts the median host's value, [T, H] or [S, H]."""
   return means - np.median(means, axis=1, keepdims=True)
 
 

@@ -45,8 +45,8 @@ class TestFillGaps:
 
 
 class TestDistances:
-  def test_the_farthest_is_that_of_all_pairs(self):
-    # A broken host among healthy ones, equally often.
+  def test_a_far_one_is_the_farthest_of_all_pairs(self):
+    # One far from healthy ones.
     for seed in range(50):
       rng = np.random.default_rng(seed)
       points = rng.standard_normal((40, 8))
@@ -81,9 +81,10 @@ class TestMedianScores:
     end = fleet.median_scores(x)[-1, :, 0]
     assert end[0] < 1 and end[3] == pytest.approx(4, rel=0.15)
 
-  def test_units_do_not_count(self):
-    x = broken()
-    scaled = x * [1e-3, 1.0, 1e6] + [5, -7, 0]
+  @pytest.mark.parametrize("level", [0, 50])
+  def test_units_do_not_count(self, level):
+    x = broken(size=20) + np.float32(level)
+    scaled = x * [1e-3, 1.0, 1e6]
     assert detected(1e-12 * x.astype(np.float64)) == [(2, 1)]
     np.testing.assert_allclose(
       fleet.median_scores(x), fleet.median_scores(scaled), rtol=1e-2, atol=1e-2
@@ -104,12 +105,12 @@ class TestMedianScores:
     for host, second in ((0, 300), (2, 450), (4, 500)):
       x[host, second:] += 0.1  # A disk that fills up, in tenths of a percent.
     assert fleet.detect(x) == []
-    x[1, 400:] += 1.0
+    x[1, 400:] += 12.0
     assert detected(x) == [(1, 0)]
 
   def test_any_change_counts_where_all_others_stand_still(self):
-    x = np.full((5, 600, 1), 47.0)
-    x[1, 200:] = 48.0
+    x = np.zeros((5, 600, 1))  # A count of errors.
+    x[1, 200:] = 1.0
     assert detected(x) == [(1, 0)]
 
 
@@ -219,10 +220,16 @@ class TestDetect:
 
   def test_returns_every_broken_host_once(self):
     x = noise(hosts=12, seconds=900)
-    x[2, 250:] -= 20.0
+    x[2, 250:] -= 6.0
     x[7, 200:, 1] += 5.0
     x[9, 400:, 1] += 5.0
     assert [host for host, _ in detected(x)] == [7, 2, 9]
+
+  def test_hosts_far_below_the_highest_score_follow_it(self):
+    x = noise(hosts=12, seconds=900)
+    x[2, 250:] -= 20.0
+    x[7, 200:, 1] += 5.0  # Begins earlier, with a peer's idle hands.
+    assert [host for host, _ in detected(x)] == [2]
 
   def test_a_large_fault_in_the_first_minutes_is_found(self):
     assert detected(broken(onset=100, size=40)) == [(2, 1)]
@@ -243,13 +250,92 @@ class TestDetect:
     x = noise(hosts=8)
     roles = ["trainer"] * 4 + ["sampler"] * 4
     x[4:] += 50.0  # Another workload.
-    x[5, 200:, 0] -= 8.0
+    x[5, 200:, 0] -= 15.0
     assert detected(x, roles=roles) == [(5, 0)]
+    x[1, 200:, 0] -= 5.0  # The highest score of another role hides nobody.
+    assert detected(x, roles=roles) == [(1, 0), (5, 0)]
 
   def test_two_hosts_are_not_compared(self):
     x = broken(hosts=5)
     assert fleet.detect(x[:2] * [1, 50, 1]) == []
     assert fleet.detect(x, roles=["a", "b", "b", "c", "c"]) == []
+
+
+class TestJobs:
+  """Metrics in physical units, whose hosts differ by factors."""
+
+  def job(self, idle=(), hosts=16, **of_noise):
+    """Draws power, network and duty, with seconds in which the job is idle."""
+    rng = np.random.default_rng(7)
+    busy, rest = np.array([560.0, 92.0, 98.0]), np.array([185.0, 0.1, 0.0])
+    x = np.full((900, 3), busy)
+    x[list(idle)] = rest
+    x = x * (1 + 0.03 * noise(hosts=hosts, seconds=900, **of_noise))
+    return x * rng.uniform(0.85, 1.15, (hosts, 1, 3))
+
+  @pytest.mark.parametrize("hosts", [4, 16, 128])
+  @pytest.mark.parametrize(
+    "idle",
+    [range(500, 900), range(300), range(400, 520), range(60, 240)],
+    ids=["stops", "begins", "pauses", "restarts early"],
+  )
+  def test_a_job_that_stops_or_starts_names_nobody(self, hosts, idle):
+    assert fleet.detect(self.job(idle, hosts)) == []
+
+  def test_names_only_the_host_because_of_which_the_job_stops(self):
+    x = self.job(range(560, 900))
+    x[3, 250:, 0] *= 0.5
+    assert detected(x, metrics=["gpu_power", "net", "duty"]) == [
+      (3, "gpu_power")
+    ]
+
+  def test_what_differs_in_an_idle_job_as_well_is_found(self):
+    x = self.job(range(300, 900))  # 50 s of work.
+    x[3, 250:, 0] *= 0.4
+    assert detected(x) == [(3, 0)]
+
+  @pytest.mark.parametrize(("seconds", "found"), [(100, []), (180, [(3, 1)])])
+  def test_minutes_before_a_stop_count_where_nobody_has_any_traffic(
+    self, seconds, found
+  ):
+    x = self.job(range(250 + seconds, 900))
+    x[3, 250:, 1] *= 0.4
+    assert detected(x) == found
+
+  @pytest.mark.parametrize(("size", "found"), [(0.2, []), (0.3, [(5, 0)])])
+  @pytest.mark.parametrize("sign", [-1, 1])
+  def test_differences_that_begin_count_from_a_quarter_of_the_level(
+    self, size, sign, found
+  ):
+    x = self.job()
+    x[5, 300:, 0] *= 1 + sign * size
+    assert detected(x) == found
+
+  def test_a_start_after_a_pause_may_change_the_differences(self):
+    x = self.job(range(300, 420))
+    rng = np.random.default_rng(8)
+    x[:, 420:, 1] *= 1 + rng.uniform(-0.2, 0.2, (16, 1))
+    assert fleet.detect(x) == []
+    x[5, 420:] *= 0.3
+    assert [host for host, _ in detected(x)] == [5]
+
+  def test_peers_to_which_a_fault_spreads_are_not_named(self):
+    x = self.job()
+    x[[4, 6, 7], 320:, 1] *= 0.7
+    x[5, 300:, 1] *= 0.2
+    assert detected(x) == [(5, 1)]
+
+  def test_a_metric_at_its_limit_is_not_frozen(self):
+    x = self.job(hosts=8)
+    x[1, 400:, 2] *= 1.15
+    assert fleet.detect(np.minimum(x, 98)) == []
+
+  @pytest.mark.parametrize("hosts", [32, 512])
+  def test_of_many_hosts_one_is_always_the_farthest(self, hosts):
+    x = noise(hosts=hosts, seconds=900, metrics=2)
+    slopes = np.random.default_rng(0).standard_t(8, (hosts, 1, 2))
+    x += (1.5 * slopes * np.linspace(0, 1, 900)[:, None]).astype(np.float32)
+    assert fleet.detect(x) == []
 
 
 class TestDenoiser:

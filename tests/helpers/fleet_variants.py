@@ -4,8 +4,9 @@ A detector that was tuned on one simulator may be overfitted to it.
 `units` draws metrics in physical units, whose hosts differ by a factor of their
 level; settings may be chosen on it. `unseen` has heavy tails, drifting levels,
 quantised counters and other faults; no setting of the detector was chosen on
-it. Both draw faults of 3 to 8 standard deviations of the per-second noise; the
-hard profile doubles noise, drifts, bursts and differences between hosts.
+it. Both draw faults of 3 to 8 standard deviations of the per-second noise, and
+at least 30 % of the host's level; the hard profile doubles noise, drifts,
+bursts and differences between hosts.
 """
 
 import numpy as np
@@ -102,6 +103,7 @@ def _unit_fault(rng, x, noise, group, kind) -> None:
   quiet = rng.uniform(0.75, 1.0)
   for k in group:
     size = noise[k] * rng.uniform(3, 8) * rng.choice([-1, 1])
+    size *= max(1.0, 0.3 * np.nanmedian(x[:, k]) / abs(size))
     if kind == "shift":
       x[:, k] += size
     elif kind == "ramp":
@@ -189,6 +191,7 @@ def _unseen_fault(rng, x, kind) -> None:
   count = metrics if kind == "silent" else int(rng.integers(1, 5))
   for k in rng.choice(metrics, count, replace=False):
     size = np.float32(rng.uniform(3, 8) * rng.choice([-1, 1]))
+    size *= max(1.0, 0.3 * abs(np.nanmedian(x[:, k])) / abs(size))
     if kind == "two steps":
       x[:, k] += size * (0.5 + 0.5 * (time > rng.uniform(20, 90)))
     elif kind == "approach":

@@ -60,6 +60,8 @@ class Episode(NamedTuple):
   host: int  # The broken host; -1 if there is none.
   onset: int  # Second at which it breaks.
   kind: str
+  also: tuple[int, ...] = ()  # Other broken hosts.
+  names: tuple[str, ...] | None = None  # Names of the metrics.
 
 
 def episode(
