@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import numbers
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -129,7 +130,10 @@ class Trl(_OfFile):
 
   Each function is a part of the reward under its name; a result of None means
   that it does not apply to a response. As in TRL, the completion of a
-  conversation is a list of messages, and `completion_ids` are the tokens.
+  conversation is a list of messages, and `completion_ids` are the tokens. The
+  `trainer_state` has only `global_step`, the version of the weights. Numbers
+  given to `log_metric` and `log_extra` are logged as `reward/NAME`; texts given
+  to `log_extra` are not kept.
   """
 
   batched = True
@@ -146,7 +150,14 @@ class Trl(_OfFile):
     response: Sequence[str],
     tokens: Sequence[Sequence[int]],
     columns: Sequence[Mapping[str, Any]],
-  ) -> list[Mapping[str, float] | Verdict]:
+    policy_version: Sequence[int] = (0,),
+  ) -> list[Verdict]:
+    logged: list[dict[str, float]] = [{} for _ in response]
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+      for own, value in zip(logged, map(scalar, values)):
+        own |= {column: value} if isinstance(value, numbers.Real) else {}
+
     names = [name for name in columns[0] if name != "prompt"]
     batch = {name: [row[name] for row in columns] for name in names} | {
       "prompts": [m or q for m, q in zip(messages, question)],
@@ -155,6 +166,9 @@ class Trl(_OfFile):
         for m, r in zip(messages, response)
       ],
       "completion_ids": tokens,
+      "trainer_state": types.SimpleNamespace(global_step=max(policy_version)),
+      "log_extra": log_extra,
+      "log_metric": lambda name, x: log_extra(name, [x] * len(logged)),
     }
     parts: list[dict[str, float]] = [{} for _ in response]
     for name in self.functions:
@@ -170,4 +184,9 @@ class Trl(_OfFile):
       for own, result in zip(parts, results):
         own |= {} if result is None else {name: result}
     nothing = failure(ValueError("no function gave this response a reward"))
-    return [own or Verdict(False, error=nothing) for own in parts]
+    return [
+      Verdict(None, parts=own, logged=more)
+      if own
+      else Verdict(False, error=nothing)
+      for own, more in zip(parts, logged)
+    ]

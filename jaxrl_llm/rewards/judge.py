@@ -99,7 +99,9 @@ class Judge:
       finished = bool(status == Status.FINISHED)
       call = known(prompt, text, tokens=tokens[row][own], finished=finished)
       group = int(rollout.group_id[row])
-      calls.append(call | {"conversation": json.loads(talk), "group": group})
+      version = int(rollout.version[row].max(initial=0))
+      talk = {"conversation": json.loads(talk), "policy_version": version}
+      calls.append(call | talk | {"group": group})
     # Keep groups together: a batched reward may compare their responses.
     groups = collections.defaultdict(list)
     for row in np.flatnonzero(rollout.status != Status.STOPPED).tolist():
@@ -144,8 +146,9 @@ class Judge:
       for v in verdicts
     ]
     parts = {}
-    for name in dict.fromkeys(name for v in verdicts for name in v.parts):
-      values = [v.parts.get(name, np.nan) for v in verdicts]
+    shown = [{**v.logged, **v.parts} for v in verdicts]
+    for name in dict.fromkeys(name for own in shown for name in own):
+      values = [own.get(name, np.nan) for own in shown]
       parts[name] = np.asarray(values, np.float32)
     return Responses(
       rollout=rollout,

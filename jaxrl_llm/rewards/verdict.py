@@ -28,6 +28,8 @@ class Verdict:
   error: str | None = None  # 'timeout', 'crash' or 'error: ...'.
   value: float | None = None  # None: reward.correct or reward.incorrect.
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  # Logged as `reward/NAME`, but no part of the reward.
+  logged: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Grading(NamedTuple):
@@ -112,7 +114,8 @@ def as_verdict(result: Any, grading: Grading = PLAIN) -> Verdict:
   if not isinstance(error, str | None):
     raise TypeError(f"Verdict.error is {error!r}; give a text or None")
   extracted = None if result.extracted is None else str(result.extracted)
-  return Verdict(correct, extracted, error, value, parts)
+  logged = {str(k): number(x, f"{k!r}") for k, x in result.logged.items()}
+  return Verdict(correct, extracted, error, value, parts, logged)
 
 
 def number(value: Any, what: str) -> float:

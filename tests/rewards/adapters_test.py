@@ -40,7 +40,10 @@ async def judge(completions, **kwargs):
   return numpy.arange(len(completions))
 
 def length(completions, **kwargs):
-  assert set(kwargs) == {"prompts", "completion_ids", "level", "answer"}
+  own = {"trainer_state", "log_extra", "log_metric"}
+  assert own < set(kwargs)
+  rest = set(kwargs) - own
+  assert rest == {"prompts", "completion_ids", "level", "answer"}
   return [len(c) for c in completions]
 
 def right(prompts, completions, completion_ids, answer):
@@ -65,6 +68,13 @@ def rank(completions, level):
 
 def code(completions, kind):
   return [1.0 if k == "code" else None for k in kind]
+
+def logs(completions, trainer_state, log_metric, log_extra):
+  log_metric("step", trainer_state.global_step)
+  log_metric("array", numpy.float32(0.5))
+  log_extra("length", [len(c) for c in completions])
+  log_extra("text", completions)
+  return [1.0] * len(completions)
 
 def tidy(completions, **kwargs):
   return [0.5] * len(completions)
@@ -141,6 +151,17 @@ class TestTrl:
       return verdicts(tmp_path, "trl", "judge", calls, workers)
 
     assert [v.value for v in asyncio.run(notebook())] == [0.0, 1.0]
+
+  @pytest.mark.parametrize("workers", [0, 1])
+  def test_what_trl_passes_is_there_and_logged(self, tmp_path, workers):
+    calls = [call(x) | {"group": 0, "policy_version": 7} for x in ("a", "bcd")]
+    found = verdicts(tmp_path, "trl", "logs", calls, workers)
+    assert [(v.value, v.parts) for v in found] == [(1.0, {"logs": 1.0})] * 2
+    shared = {"step": 7.0, "array": 0.5}
+    assert [v.logged for v in found] == [
+      shared | {"length": 1.0},
+      shared | {"length": 3.0},
+    ]
 
   def test_functions_are_parts(self, tmp_path):
     calls = [

@@ -118,6 +118,12 @@ class TestJudge:
     assert judged.responses.judged.all()
     assert judged.texts == spoken  # For people.
 
+  def test_logged_numbers_are_no_reward(self):
+    logged = lambda response: rewards.Verdict(True, logged={"n": 5})
+    responses = self.judge(logged)(self.ROLLOUT, self.PROBLEMS).responses
+    assert responses.parts["n"].tolist() == [5.0] * 4
+    assert responses.rewards.tolist() == [1.0] * 4
+
   def test_a_fault_of_the_environment_leaves_no_verdict(self):
     judge, told = self.judge(name="mine"), []
     judge.tell = told.append
