@@ -185,7 +185,7 @@ class Swarm:
       with as_input_error(what, "choose another folder", OSError):
         self._own.mkdir(parents=True, exist_ok=True)
       self._read = {}
-      for file in self._own.glob(names):  # Also those of later batches.
+      for file in sorted(self._own.glob(names)):  # Also of later batches.
         with contextlib.suppress(OSError, ValueError), _open(file) as lines:
           self._read |= json.loads(lines.readline())["read"]
     journal = self._own / names.replace("*", f"{number:012d}")
