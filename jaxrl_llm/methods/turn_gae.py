@@ -6,7 +6,9 @@ s_k is the state before the first token of turn k and r_k the sum of the turn's
 rewards; all tokens of a turn share its advantage, and the critic is trained
 only at first tokens. Differs from GAE in the number of steps: λ decays over a
 few turns instead of many tokens. A turn is a contiguous run of tokens sampled
-by the policy; a response without an environment is a single turn.
+by the policy: there is at least one other token between two turns, because a
+response whose environment replies with nothing ends, and is left out of every
+loss. A response without an environment is a single turn.
 
 Based on public code; we know of no paper.
 """
