@@ -339,7 +339,8 @@ class Schedule(Group, path="schedule"):
     " 'first_groups', per round with dynamic sampling.", IN_FLIGHT)
   max_staleness = Key(4, SOME, "Maximum number of updates between the oldest"
     " and the newest token of a batch, with 'first_groups'. Groups that would"
-    " exceed it are finished before new ones start.", KEPT)
+    " exceed it are finished before new ones start. Tokens are trained on at"
+    " most schedule.lag updates later.", KEPT)
   lag = Key(0, Range(0, 16), "Updates between sampling a batch and training on"
     " it. Above 0, sampler and learner run concurrently, best on separate"
     " meshes; 0 is on-policy.", FIXED)
