@@ -364,8 +364,8 @@ def test_a_tool_of_a_chat_model(tmp_path):
     turns = sample["turns"]
     for asked, answer in zip(turns[::2], turns[1::2]):
       numbers = re.findall(r'"number": (\d+)}}</tool_call>', asked["text"])
-      doubles = "\n".join(str(2 * int(number)) for number in numbers)
-      assert answer["text"] == f"\ntool: {doubles}\nassistant: "
+      doubles = "".join(f"tool: {2 * int(number)}\n" for number in numbers)
+      assert answer["text"] == f"\n{doubles}assistant: "
       called += len(numbers)
   assert called
 

@@ -1,6 +1,7 @@
 """Templates that turn examples into prompts, and the source of prompts."""
 
 import functools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,10 +27,12 @@ def completion(
 
   Conversations use the model's chat template.
   """
+  check = functools.cache(lambda: _check_end(tokenizer, {}))
 
   def template(example: Example) -> list[int]:
     if example.messages:
-      return tokenizer.apply_chat(example.messages)
+      check()
+      return _converse(tokenizer, example, example.messages, {})
     text = _fill(question_format, example)
     return [*tokenizer.prefix, *tokenizer.encode(text)]
 
@@ -92,8 +95,14 @@ def chat(
     system: system message for conversations without one; None adds none.
     question_format: format of the question; conversations are left unchanged.
     kwargs: keyword arguments of the model's chat template, such as Qwen3's
-      enable_thinking.
+      enable_thinking; the column `chat_template_kwargs` of a row overrides
+      them, and its column `tools` describes tools.
+
+  Raises:
+    InputError: Answers end with a token that is no stop token.
   """
+  kwargs = dict(kwargs or {})
+  _check_end(tokenizer, kwargs)
   opening = [{"role": "system", "content": system}] if system else []
 
   def template(example: Example) -> list[int]:
@@ -101,22 +110,82 @@ def chat(
     messages = example.messages or [{"role": "user", "content": content}]
     if messages[0]["role"] != "system":
       messages = [*opening, *messages]
-    return tokenizer.apply_chat(messages, kwargs or {})
+    return _converse(tokenizer, example, messages, kwargs)
 
   return template
 
 
+def _converse(
+  tokenizer: Tokenizer,
+  example: Example,
+  messages: Sequence[Mapping[str, Any]],
+  kwargs: Mapping[str, Any],
+) -> list[int]:
+  """Renders messages, and those that follow, with the variables of the row."""
+  variables = {"tools": _variable(example, "tools", list), **kwargs}
+  variables |= _variable(example, "chat_template_kwargs", dict) or {}
+  messages = [*messages, *example.said]
+  if example.said and messages[-1]["role"] == "assistant":
+    variables["add_generation_prompt"] = False
+  return tokenizer.apply_chat(messages, variables)
+
+
+def _variable(example: Example, name: str, kind: type) -> Any:
+  """Returns a column of the row, perhaps JSON text; None if there is none."""
+  value = example.columns.get(name)
+  what = f"{example.id}: column {name!r} is no {kind.__name__}"
+  with as_input_error(what, "correct or rename it", TypeError, ValueError):
+    value = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, kind | None):
+      raise TypeError(f"got {type(value).__name__}")
+  if kind is dict and value:
+    # Files with fixed columns have None for absent keys.
+    value = {k: x for k, x in value.items() if x is not None}
+  return value or None
+
+
+_TALK = (
+  {"role": "user", "content": "?"},
+  {"role": "assistant", "content": "!"},
+)
+
+
+def _check_end(tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> None:
+  """Refuses a chat template whose answers end with no stop token."""
+  try:
+    whole = {**kwargs, "add_generation_prompt": False}
+    tokens = tokenizer.apply_chat(_TALK, whole)
+    pieces = tokenizer.pieces(tokens)
+  except InputError:  # Raised, and explained, where the template is needed.
+    return
+  answers = [i for i, piece in enumerate(pieces) if "!" in piece]
+  rest = range(answers[-1] + 1 if answers else len(tokens), len(tokens))
+  ends = [i for i in rest if pieces[i].strip()]
+  if ends and tokens[ends[0]] not in tokenizer.stop_tokens:
+    raise InputError(
+      f"{tokenizer.path}: the chat template ends answers with"
+      f" {pieces[ends[0]]!r}, which is no stop token, so that no response would"
+      f" end there; add its number {tokens[ends[0]]} to eos_token_id in"
+      " generation_config.json"
+    )
+
+
 def completion_reply(
   tokenizer: Tokenizer, **_: Any
-) -> Callable[[str, str], list[int]]:
-  """Returns (text, role) -> tokens of text that the model did not generate."""
-  return lambda text, role: tokenizer.encode(text)
+) -> Callable[[str | Sequence[str], str], list[int]]:
+  """Returns (text, role) -> tokens of text that the model did not generate.
+
+  Several texts are lines.
+  """
+  return lambda text, role: tokenizer.continued("\n".join(several(text)))
 
 
 def chat_reply(
   tokenizer: Tokenizer, *, kwargs: Mapping[str, Any] | None = None, **_: Any
-) -> Callable[[str, str], list[int]]:
+) -> Callable[[str | Sequence[str], str], list[int]]:
   """Returns (text, role) -> tokens of a message, up to the model's next turn.
+
+  Several texts are a message each.
 
   Args:
     tokenizer: the model's.
@@ -125,26 +194,44 @@ def chat_reply(
   Raises:
     InputError: The template has no stop token at the end of messages.
   """
-  before = [{"role": "user", "content": "?"}]
-  before.append({"role": "assistant", "content": "!"})
 
   def count_stops(tokens: Sequence[int]) -> np.ndarray:
     return np.cumsum(np.isin(tokens, tokenizer.stop_tokens))
 
-  stops = count_stops(tokenizer.apply_chat(before, kwargs or {}))[-1]
+  stops = count_stops(tokenizer.apply_chat(_TALK, kwargs or {}))[-1]
   if not stops:
     raise InputError(
       f"{tokenizer.path}: the chat template must end every message with a stop"
       " token, or turns cannot be separated; use another model or template"
     )
 
-  def reply(text: str, role: str) -> list[int]:
-    messages = [*before, {"role": role, "content": text}]
-    tokens = tokenizer.apply_chat(messages, kwargs or {})
+  def reply(text: str | Sequence[str], role: str) -> list[int]:
+    messages = [{"role": role, "content": x} for x in several(text)]
+    tokens = tokenizer.apply_chat([*_TALK, *messages], kwargs or {})
     # The model has already generated the stop token that ends its message.
     return tokens[np.searchsorted(count_stops(tokens), stops) + 1 :]
 
   return reply
+
+
+def several(text: str | Sequence[str]) -> Sequence[str]:
+  """Returns a list of one or more texts."""
+  return [text] if isinstance(text, str) else text
+
+
+def fewest(tokenizer: Tokenizer, *texts: str) -> int:
+  """Returns a lower bound of the number of tokens of texts.
+
+  Texts far beyond a limit are not tokenised, which would need a hundred times
+  their size in memory.
+  """
+  return sum(map(len, texts)) // tokenizer.longest
+
+
+def _texts(example: Example) -> list[str]:
+  """Returns the texts of a question."""
+  messages = example.messages or ({"content": example.question},)
+  return [str(message["content"]) for message in messages]
 
 
 def _fill(text: str, example: Example) -> str:
@@ -298,6 +385,13 @@ class PromptSource:
     """
     return [self._tokens(self._source[i]) is not None for i in example_ids]
 
+  def spelled(self, example_ids: Sequence[int]) -> list[str]:
+    """Returns the first name of a control token in each question, or ''."""
+    return [
+      self._tokenizer.spelled("\n".join(_texts(self._source[i])))
+      for i in example_ids
+    ]
+
   def answer(self, example_id: int) -> str:
     """Returns the answer in a row of the data."""
     return self._source[example_id].answer
@@ -324,17 +418,20 @@ class PromptSource:
 
   def _tokens(self, example: Example) -> tuple[int, ...] | None:
     """Returns the tokens of a prompt; None if it is dropped."""
-    tokens = tuple(self._template(example))
-    if not tokens:
-      raise InputError(
-        f"prompt {example.id!r} has no tokens; correct data.template"
-      )
-    if len(tokens) <= self._max_length:
-      return tokens
+    count = fewest(self._tokenizer, *_texts(example))
+    if count <= self._max_length:
+      tokens = tuple(self._template(example))
+      if not tokens:
+        raise InputError(
+          f"prompt {example.id!r} has no tokens; correct data.template"
+        )
+      count = len(tokens)
+      if count <= self._max_length:
+        return tokens
     if self._drop:
       return None
     raise InputError(
-      f"prompt {example.id!r} has {len(tokens)} tokens, the limit is"
+      f"prompt {example.id!r} has {count} tokens, the limit is"
       f" {self._max_length}; raise data.max_prompt_length or set"
       " data.on_long='drop'"
     )

@@ -7,11 +7,13 @@ mapping names other columns. All columns stay with the example, for rewards.
 """
 
 import collections
+import contextlib
 import decimal
 import glob
 import json
 import os
 import pathlib
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -290,11 +292,10 @@ def to_example(
       f" {_has(row)}"
     )
   is_text = isinstance(asked, str)
-  if not is_text and not is_conversation(asked):
-    raise InputError(
-      f"{row.where}: {key!r} is {repr(asked)[:40]}; give a text, or a list of"
-      " messages with the strings 'role' and 'content'"
-    )
+  if not is_text:
+    asked = _conversation(asked, row.where, key)
+  with contextlib.suppress(InputError):  # Perhaps no messages.
+    completion = _conversation(completion, row.where, "completion")
   answered = not is_text and asked[-1]["role"] == "assistant"
   if answered and key != "prompt":  # A complete conversation.
     turn = [message["role"] for message in asked].index("assistant")
@@ -332,6 +333,37 @@ def _answers(value: Any) -> list[Any]:
     isinstance(x, list | dict) for x in value
   )
   return [x for x in value if x is not None] if several else [value]
+
+
+def _conversation(value: Any, where: str, name: str) -> list[dict[str, Any]]:
+  """Returns messages with texts as contents; see `is_conversation`.
+
+  Besides a text, a content may be a list of text parts, or None with calls of
+  tools.
+
+  Raises:
+    InputError: The value is something else.
+  """
+  found, what = [], repr(name)
+  for message in value if isinstance(value, list) else ():
+    message = dict(message) if isinstance(message, dict) else {"": message}
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [x.get("text") if isinstance(x, dict) else None for x in parts]
+    if texts == [None] and message.get("tool_calls"):
+      texts = [""]
+    if all(isinstance(text, str) for text in texts):
+      message["content"] = "".join(texts)
+    found.append(message)
+    if not is_conversation([message]):
+      what, value = f"message {len(found)} of {what}", message
+      break
+  if is_conversation(found):
+    return found
+  raise InputError(
+    f"{where}: {what} is {reprlib.repr(value)}; give a text, or a list of"
+    " messages with the strings 'role' and 'content'"
+  )
 
 
 def is_conversation(value: Any) -> bool:

@@ -42,6 +42,9 @@ class Example:
   # Demonstrated response that SFT trains on, as text or messages; or None.
   completion: Any = None
   alternatives: tuple[str, ...] = ()  # Further answers that are right.
+  # Messages after the question; chat templates render all of them, and the
+  # opening of the model's next turn only if the last is not the model's.
+  said: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,19 +10,28 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
 from jaxrl_llm.data import chat_template
-from jaxrl_llm.data.rows import read_object, read_text
+from jaxrl_llm.data.rows import read_object
+from jaxrl_llm.data.tokenizer_files import (
+  AGAIN,
+  content_of,
+  control_ids,
+  library,
+  mark_special,
+  prefix_of,
+  read_tokenizer,
+  templates_of,
+)
 from jaxrl_llm.errors import InputError, as_input_error
 
-_MAX_TEMPLATE_CHARS = 1 << 16
-_AGAIN = "download it again"
 _MAX_BYTES = 4  # UTF-8 bytes of a character.
 _PRIVATE_USE = range(0xE000, 0xF900)
+_BEFORE = "\n=;.aA"  # Texts that a continuation may follow, best first.
 
 
 class Tokenizer:
@@ -32,11 +41,12 @@ class Tokenizer:
     path: directory of the tokenizer, for messages.
     vocab_size: one more than the largest token id.
     eos_id: the first stop token.
-    stop_tokens: all tokens that end a response.
+    stop_tokens: all tokens that end a response: those of each file.
     bos_id: the token that begins a text, or None.
     prefix: control tokens that the tokenizer adds before every text (Llama 3
       adds its bos token; most others add none).
     chat_template: Jinja source, or None.
+    longest: number of characters of the longest token.
   """
 
   def __init__(self, path: str | pathlib.Path):
@@ -45,42 +55,47 @@ class Tokenizer:
     Args:
       path: directory with `tokenizer.json`. The eos, padding and bos tokens are
         looked up in `generation_config.json`, `config.json` and
-        `tokenizer_config.json`, in this order, where present.
+        `tokenizer_config.json`, in this order, where present. All eos tokens
+        count.
 
     Raises:
       InputError: A file is missing or damaged, or no eos token is given.
     """
     directory = pathlib.Path(path)
-    plain = _read_tokenizer(directory / "tokenizer.json")
+    plain = read_tokenizer(directory / "tokenizer.json")
     names = ("generation_config", "config", "tokenizer_config")
     files = [directory / f"{name}.json" for name in names]
-    configs = [read_object(f, _AGAIN) if f.exists() else {} for f in files]
+    configs = [read_object(f, AGAIN) if f.exists() else {} for f in files]
     eos, pad, bos = (
-      _control_ids(kind, directory, plain, configs)
+      control_ids(kind, directory, plain, configs)
       for kind in ("eos", "pad", "bos")
     )
     if not eos:
       raise InputError(
         f"{directory}: no end token; name eos_token_id in config.json"
       )
-    _mark_special(plain, {*eos, *pad, *bos})
+    mark_special(plain, {*eos, *pad, *bos})
     self.path = str(directory)
-    ids = set(plain.get_vocab(with_added_tokens=True).values())
-    self.vocab_size = max(ids) + 1
-    with _library(f"{directory}/tokenizer.json: damaged tokenizer", _AGAIN):
-      self.prefix = _prefix(plain)
+    vocabulary = plain.get_vocab(with_added_tokens=True)
+    ids = set(vocabulary.values())
+    self.vocab_size = self._rows = max(ids) + 1
+    self.longest = max(map(len, vocabulary))
+    with library(f"{directory}/tokenizer.json: damaged tokenizer", AGAIN):
+      self.prefix = prefix_of(plain)
       plain.decode_batch([[i] for i in ids])  # Fails here, not in a run.
     if not ids.issuperset(self.prefix):
       raise InputError(
         f"{directory}/tokenizer.json: it adds the tokens {self.prefix} to"
-        f" every text, but its vocabulary does not contain them; {_AGAIN}"
+        f" every text, but its vocabulary does not contain them; {AGAIN}"
       )
     self.stop_tokens, self.eos_id = eos, eos[0]
     self.bos_id = bos[0] if bos else None
-    self.chat_template = _chat_template(directory, configs[-1])
+    templates = templates_of(directory, configs[-1])
+    self.chat_template = templates.get("default")
+    self._tool_template = templates.get("tool_use")
     self._token_config = configs[-1]
     plain.encode_special_tokens = True
-    self._plain = plain
+    self._plain, self._silent = plain, {*eos, *pad, *bos}
     self._special = {
       token.content: i
       for i, token in plain.get_added_tokens_decoder().items()
@@ -88,12 +103,30 @@ class Tokenizer:
     }
 
   def check_model(self, vocab_size: int) -> None:
-    """Raises an InputError if the model's vocabulary is too small."""
-    if self.vocab_size > vocab_size:
+    """Makes texts that need a token without an embedding input errors.
+
+    Published tokenizers may have tokens beyond the model's vocabulary, such as
+    that of an image.
+
+    Args:
+      vocab_size: number of rows of the model's embedding.
+
+    Raises:
+      InputError: A stop or bos token has no row.
+    """
+    self._rows = min(self._rows, vocab_size)
+    bos = [] if self.bos_id is None else [self.bos_id]
+    self._with_rows([*self.stop_tokens, *bos, *self.prefix])
+
+  def _with_rows(self, tokens: list[int]) -> list[int]:
+    """Returns the tokens; raises an InputError if one has no embedding."""
+    if tokens and max(tokens) >= self._rows:
       raise InputError(
-        f"{self.path}: the tokenizer has {self.vocab_size} tokens but the model"
-        f" only {vocab_size}; use the model's own"
+        f"{self.path}: token {self._plain.id_to_token(max(tokens))!r} has the"
+        f" id {max(tokens)}, but the model's embedding only {self._rows} rows;"
+        " use the model's own tokenizer, or do without this token"
       )
+    return tokens
 
   def check_same(self, other: "Tokenizer") -> None:
     """Raises an InputError if the other tokenizer has different tokens."""
@@ -108,10 +141,45 @@ class Tokenizer:
     """Encodes plain text; adds and recognizes no control tokens."""
     return self._encode(self._plain, text)
 
+  def continued(self, text: str) -> list[int]:
+    """Encodes plain text that continues another one.
+
+    Differs from `encode` for tokenizers that mark the beginning of a text, such
+    as those of Llama 2 and Mistral by a space.
+    """
+    for before, tokens in self._before:
+      with contextlib.suppress(InputError):
+        joined = self.encode(before + text)
+        if joined[: len(tokens)] == tokens:
+          return joined[len(tokens) :]
+    return self.encode(text)
+
+  @functools.cached_property
+  def _before(self) -> list[tuple[str, list[int]]]:
+    """Texts that a continuation may follow, with their tokens."""
+    found = []
+    for before in _BEFORE:
+      with contextlib.suppress(InputError):
+        tokens = self.encode(before)
+        # Unknown characters could be joined with others.
+        if before in self.decode(tokens, skip_special=False):
+          found.append((before, tokens))
+    return found
+
+  @functools.cached_property
+  def _encode_part(self) -> Callable[[str], list[int]]:
+    """`encode` or `continued`: how texts after control tokens are encoded."""
+    name, control = next(iter(self._special.items()))
+    probe = self._before[0][0] if self._before else ""
+    part = self._encode(self._control, name + probe)
+    same = part == [control, *self.encode(probe)]
+    return self.encode if same else self.continued
+
   def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     what = f"{self.path}/tokenizer.json cannot tokenise {text[:40]!r}"
-    with _library(what, "use characters of its vocabulary"):
-      return tokenizer.encode(text, add_special_tokens=False).ids
+    with library(what, "use characters of its vocabulary"):
+      tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    return self._with_rows(tokens)
 
   @functools.cached_property
   def _control(self) -> tokenizers.Tokenizer:
@@ -121,12 +189,17 @@ class Tokenizer:
     return control
 
   def single_tokens(self, texts: Iterable[str], name: str) -> list[int]:
-    """Returns the single token of each text.
+    """Returns the single token of each text that continues another one.
+
+    A control token is given by its name.
 
     Raises:
       InputError: A text is not exactly one token; the message contains `name`.
     """
-    tokens = [self.encode(text) for text in texts]
+    tokens = [
+      [self._special[text]] if text in self._special else self.continued(text)
+      for text in texts
+    ]
     for text, found in zip(texts, tokens):
       if len(found) != 1:
         raise InputError(
@@ -136,11 +209,15 @@ class Tokenizer:
     return [token for (token,) in tokens]
 
   def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-    """Returns the text of `ids`, by default without control tokens."""
-    with _library(f"{self.path}/tokenizer.json cannot decode tokens", _AGAIN):
-      return self._plain.decode(
-        [int(i) for i in ids], skip_special_tokens=skip_special
-      )
+    """Returns the text of `ids`, by default without stop, bos and padding.
+
+    Other control tokens, such as `<think>` in some tokenizers, are text.
+    """
+    ids = [int(i) for i in ids]
+    if skip_special:
+      ids = [i for i in ids if i not in self._silent]
+    with library(f"{self.path}/tokenizer.json cannot decode tokens", AGAIN):
+      return self._plain.decode(ids, skip_special_tokens=False)
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
     """Returns the text of each token, including control tokens.
@@ -162,6 +239,30 @@ class Tokenizer:
       before, read = read, end
     return out
 
+  @functools.cached_property
+  def _spelling(self) -> re.Pattern:
+    """Matches the name of a control token."""
+    names = sorted(self._special, key=len, reverse=True)
+    special = "|".join(map(re.escape, names))
+    return re.compile(f"({special})" if special else r"(?!)")
+
+  def spelled(self, text: str) -> str:
+    """Returns the first name of a control token in a text, or ''."""
+    found = self._spelling.search(text)
+    return found[0] if found else ""
+
+  def show(self, ids: Sequence[int]) -> str:
+    """Returns the text of `ids`, with marks at names of control tokens.
+
+    `<s>` is the control token, `[text <s>]` its name as plain text.
+    """
+    special, out = {*self._special.values()}, []
+    pairs = zip(ids, self.pieces(ids))
+    for control, run in itertools.groupby(pairs, lambda x: x[0] in special):
+      text = "".join(piece for _, piece in run)
+      out.append(text if control else self._spelling.sub(r"[text \1]", text))
+    return "".join(out)
+
   def apply_chat(
     self,
     messages: Sequence[Mapping[str, Any]],
@@ -176,10 +277,12 @@ class Tokenizer:
     Args:
       messages: mappings with the keys `role` and `content`, and others that the
         template reads, such as `tool_calls`. Values that are None are absent.
-      kwargs: additional template variables.
+      kwargs: additional template variables; control tokens in their texts are
+        plain text, too.
 
     Returns:
-      Tokens, up to and including the opening of the assistant's turn.
+      Tokens, up to and including the opening of the assistant's turn; without
+      it if kwargs have `add_generation_prompt=False`.
 
     Raises:
       InputError: There is no template, or it fails.
@@ -190,16 +293,14 @@ class Tokenizer:
         " tokenizer_config.json; give prompts as text, not as messages, with"
         " data.template='completion' or without --chat"
       )
-    special = "|".join(
-      re.escape(t) for t in sorted(self._special, key=len, reverse=True)
-    )
-    pattern = re.compile(f"({special})" if special else r"(?!)")
+    pattern, kwargs = self._spelling, kwargs or {}
     # Replace spellings in messages by characters that occur nowhere else, so
     # that the template may trim and split content freely, and restore them
     # after the template's own control tokens have been cut out.
     plain = [*map(dict, messages)]
     written = json.dumps(plain, ensure_ascii=False, default=str)
     taken = self.chat_template + written
+    taken += json.dumps([*kwargs.items()], ensure_ascii=False, default=str)
     unused = (chr(c) for c in _PRIVATE_USE if chr(c) not in taken)
     disguise = dict(zip(self._special, unused))
     reveal = str.maketrans({v: k for k, v in disguise.items()})
@@ -213,7 +314,9 @@ class Tokenizer:
         return {k: hide(x) for k, x in value.items() if x is not None}
       return value
 
-    rendered = self._render(hide(json.loads(written)), kwargs or {})
+    # Unlike in messages, a variable may be None.
+    kwargs = {name: hide(value) for name, value in kwargs.items()}
+    rendered = self._render(hide(json.loads(written)), kwargs)
     if rendered == rendered.translate(reveal):
       # Encode everything at once: the tokens of a piece may depend on context.
       # If the normalizer turned other text into a control token, fall through
@@ -222,14 +325,15 @@ class Tokenizer:
       ids = {*self._special.values()}
       control = [self._special[text] for text in pattern.findall(rendered)]
       if [token for token in tokens if token in ids] == control:
-        return tokens
+        return self._with_rows(tokens)
     tokens = []
     for piece in pattern.split(rendered):
       if piece in self._special:
         tokens.append(self._special[piece])
       elif piece:
-        tokens.extend(self.encode(piece.translate(reveal)))
-    return tokens
+        encode = self._encode_part if tokens else self.encode
+        tokens.extend(encode(piece.translate(reveal)))
+    return self._with_rows(tokens)
 
   def _render(
     self, messages: Sequence[Mapping[str, str]], kwargs: Mapping[str, Any]
@@ -244,99 +348,13 @@ class Tokenizer:
     }
     # Undefined if the tokenizer has none, also if config.json has one (Qwen).
     for name, i in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
-      content = _content(self._token_config.get(name, spelling.get(i)))
+      content = content_of(self._token_config.get(name, spelling.get(i)))
       known |= {} if content is None else {name: content}
     with as_input_error(
       f"{self.path}: the chat template failed",
       "check chat_template in tokenizer_config.json",
       Exception,  # Includes variables that cannot be serialized.
     ):
-      return chat_template.render(self.chat_template, {**known, **kwargs})
-
-
-@contextlib.contextmanager
-def _library(what: str, advice: str) -> Iterator[None]:
-  """Turns errors of the tokenizer library into an InputError.
-
-  The library raises Exception and, for failed assertions, PanicException, a
-  BaseException that cannot be imported.
-  """
-  with as_input_error(what, advice, Exception):
-    try:
-      yield
-    except BaseException as error:
-      if type(error).__name__ != "PanicException":
-        raise
-      raise RuntimeError(str(error)) from error
-
-
-def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
-  text = read_text(path, "give a model directory that has a tokenizer.json")
-  with _library(f"{path}: damaged tokenizer", _AGAIN):
-    tokenizer = tokenizers.Tokenizer.from_str(text)
-  # Published files may enable both, which would truncate long prompts.
-  tokenizer.no_truncation()
-  tokenizer.no_padding()
-  return tokenizer
-
-
-def _control_ids(
-  kind: str,
-  directory: pathlib.Path,
-  tokenizer: tokenizers.Tokenizer,
-  configs: Sequence[Mapping[str, Any]],
-) -> tuple[int, ...]:
-  """Returns the ids of a control token; () if no file specifies one."""
-  *id_configs, token_config = configs
-  named = [config.get(f"{kind}_token_id") for config in id_configs]
-  content = _content(token_config.get(f"{kind}_token"))
-  if isinstance(content, str):
-    named.append(tokenizer.token_to_id(content))
-  found = next((found for found in named if found is not None), [])
-  ids = found if isinstance(found, list) else [found]
-  for i in ids:
-    if type(i) is not int or i < 0 or tokenizer.id_to_token(i) is None:
-      raise InputError(
-        f"{directory}: {kind}_token_id {i!r} is not a token of tokenizer.json;"
-        " correct config.json or generation_config.json"
-      )
-  return tuple(ids)
-
-
-def _content(token: Any) -> Any:
-  """Returns the text of a token in `tokenizer_config.json`."""
-  return token.get("content") if isinstance(token, dict) else token
-
-
-def _mark_special(tokenizer: tokenizers.Tokenizer, control: set[int]):
-  """Marks all control tokens as special, even if the file does not."""
-  for i, token in tokenizer.get_added_tokens_decoder().items():
-    if i in control and not token.special:
-      token.special = True
-      tokenizer.add_special_tokens([token])
-
-
-def _prefix(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
-  """Returns the control tokens that the tokenizer adds before a text."""
-  if tokenizer.post_processor is None:
-    return ()
-  encoding = tokenizer.encode("0")
-  added = zip(encoding.ids, encoding.special_tokens_mask)
-  return tuple(i for i, _ in itertools.takewhile(lambda x: x[1], added))
-
-
-def _chat_template(
-  directory: pathlib.Path, token_config: Mapping[str, Any]
-) -> str | None:
-  path = directory / "chat_template.jinja"
-  template = token_config.get("chat_template")
-  if path.exists():
-    template = read_text(path, _AGAIN)
-  if template is None:
-    return None
-  if not isinstance(template, str) or len(template) > _MAX_TEMPLATE_CHARS:
-    raise InputError(
-      f"{directory}: chat_template must be one string of at most"
-      f" {_MAX_TEMPLATE_CHARS} characters; correct tokenizer_config.json"
-    )
-  return template
+      known |= kwargs
+      by_tools = known["tools"] and self._tool_template
+      return chat_template.render(by_tools or self.chat_template, known)

@@ -10,6 +10,7 @@ usual. With an `estimator.name` other than 'given' the loss is weighted,
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from jaxrl_llm import losses, register
 from jaxrl_llm.data import rows
-from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.prompt_source import PromptSource, fewest
 from jaxrl_llm.data.tasks import Example, Prompt
 from jaxrl_llm.errors import InputError
 
@@ -70,43 +71,111 @@ class Demonstrations(PromptSource):
     prompt = super().prompt(example_id, group_id)
     if prompt is None:
       return None
-    tokens, trained = self._answer(prompt)
-    if len(tokens) <= self._max_response:
+    count = fewest(self._tokenizer, *self._texts(prompt))
+    tokens, trained = [], []
+    if count <= self._max_response:
+      tokens, trained = self._answer(prompt)
+      count = len(tokens)
+    if count <= self._max_response:
       given = {"opening": tuple(tokens), "demonstrated": tuple(trained)}
       return dataclasses.replace(prompt, tries=1, **given)
     if self._drop:
       return None
     raise InputError(
-      f"the answer to {prompt.id!r} has {len(tokens)} tokens, the limit is"
+      f"the answer to {prompt.id!r} has {count} tokens, the limit is"
       f" {self._max_response}; raise sampler.max_response_length or set"
       " data.on_long='drop'"
     )
 
+  def _texts(self, prompt: Prompt) -> list[str]:
+    """Returns the texts of an answer."""
+    said = prompt.completion
+    if not rows.is_conversation(said):
+      return [said] if isinstance(said, str) else []
+    return [message["content"] for message in said]
+
   def _answer(self, prompt: Prompt) -> tuple[list[int], list[bool]]:
     """Returns the tokens of an answer, and which of them are trained on."""
-    stops = self._stops(prompt.tokens)
-    # Chat templates end all messages with one token; plain text has none.
-    end = prompt.tokens[stops[-1]] if stops.size else self._tokenizer.eos_id
-    end = end if self._stop is None else self._stop
     tokens, trained, said = [], [], prompt.completion
     # Anything but messages that begin with an answer must be a text.
     if not (rows.is_conversation(said) and said[0]["role"] == "assistant"):
       said = [{"role": "assistant", "content": self._text(prompt)}]
-    asked = prompt.messages or [{"role": "user", "content": prompt.question}]
+    context = list(prompt.tokens)
     for turn, message in enumerate(said):
       if message["role"] != "assistant":
         continue
       if turn:
-        between = self._before(prompt, [*asked, *said[:turn]], tokens)
+        context = self._rendered(prompt, said[:turn])
+        between = self._between(prompt, context, tokens)
         tokens, trained = tokens + between, trained + [False] * len(between)
-      written = [*self._tokenizer.encode(message["content"]), end]
+      written = self._written(prompt, said[: turn + 1], context)
       tokens, trained = tokens + written, trained + [True] * len(written)
     return tokens, trained
 
-  def _before(self, prompt, messages, tokens) -> list[int]:
+  def _rendered(self, prompt: Prompt, said: Sequence[dict]) -> list[int]:
+    """Returns the tokens of the prompt and the messages after it."""
+    return list(self._template(dataclasses.replace(prompt, said=said)))
+
+  def _written(
+    self, prompt: Prompt, said: Sequence[dict], context: list[int]
+  ) -> list[int]:
+    """Returns the last message as the template writes it, up to its end.
+
+    Args:
+      prompt: the prompt.
+      said: the messages after it, up to this one.
+      context: tokens before this message.
+    """
+    tokenizer, content = self._tokenizer, said[-1]["content"]
+    whole = self._rendered(prompt, said)
+    if whole == context:  # The template has no place for answers.
+      written = tokenizer.continued(content)
+      # Chat templates end all messages with one token; plain text has none.
+      ends = self._stops(prompt.tokens)[-1:]
+      end = prompt.tokens[ends[0]] if ends.size else tokenizer.eos_id
+    else:
+      written = self._rest(prompt, context, whole)
+      # Templates may shorten an answer, usually by its reasoning.
+      plain = lambda tokens: "".join(tokenizer.decode(tokens).split())
+      if plain(tokenizer.continued(content)) not in plain(whole):
+        raise InputError(
+          f"{prompt.id}: the chat template leaves out a part of the answer"
+          f" {content[:40]!r}; use a template that writes all of it"
+        )
+      ends = self._stops(written)[:1]
+      end = written[ends[0]] if ends.size else tokenizer.eos_id
+      written = written[: ends[0]] if ends.size else written
+    return [*written, end if self._stop is None else self._stop]
+
+  def _rest(
+    self, prompt: Prompt, context: list[int], whole: list[int]
+  ) -> list[int]:
+    """Returns the tokens of a conversation after those of its beginning.
+
+    Text at the end of the beginning, such as `<think>` and a newline, may share
+    a token with what follows. Only this token is encoded again.
+    """
+    decode = functools.partial(self._tokenizer.decode, skip_special=False)
+    pairs = enumerate(zip(context, whole))
+    same = next((i for i, (a, b) in pairs if a != b), len(context))
+    known, opened = len(decode(context[:same])), decode(context)
+    for end in range(same, len(whole) + 1):
+      text = decode(whole[:end])
+      if text.startswith(opened):
+        rest = self._tokenizer.continued(text[len(opened) :])
+        return [*rest, *whole[end:]]
+      if not opened.startswith(text.rstrip("\ufffd")):
+        break
+    raise InputError(
+      f"{prompt.id}: the chat template ends its prompt with"
+      f" {opened[known:]!r}, but writes this answer without; choose answers,"
+      " data.template_settings or a template that agree"
+    )
+
+  def _between(
+    self, prompt: Prompt, context: list[int], tokens: list[int]
+  ) -> list[int]:
     """Returns the template's tokens between an answer and the next one."""
-    example = dataclasses.replace(prompt, messages=messages)
-    context = self._template(example)
     seen = self._stops([*prompt.tokens, *tokens]).size
     stops = self._stops(context)
     if stops.size < seen:
@@ -114,7 +183,7 @@ class Demonstrations(PromptSource):
         f"{prompt.id}: the chat template must end every answer with a stop"
         " token, or turns cannot be separated; give one answer per row"
       )
-    return list(context[stops[seen - 1] + 1 :])
+    return context[stops[seen - 1] + 1 :]
 
   def _stops(self, tokens: Sequence[int]) -> np.ndarray:
     """Returns the positions of stop tokens."""

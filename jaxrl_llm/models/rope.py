@@ -28,6 +28,8 @@ _RANGES = {
   "original_max_position_embeddings": (1, 1 << 30),
 }
 _YARN_FAST, _YARN_SLOW = 32.0, 1.0  # Turns over the original context.
+# Other keys of YaRN, with the only supported value.
+_YARN = {"beta_fast": _YARN_FAST, "beta_slow": _YARN_SLOW, "truncate": True}
 LLAMA_THETA = 10000.0  # Default of Llama files without one.
 
 
@@ -124,9 +126,13 @@ def frequencies(
     last = min(math.ceil(pair(_YARN_SLOW)), head_dim - 1)
     width = last - first if last != first else 1e-3
     keep = 1 - np.clip((pairs - first) / width, 0.0, 1.0)
-    scale = 0.1 * math.log(scaling.factor) + 1
+    scale = _yarn_scale(scaling.factor)
   theta = (1 - keep) * theta / scaling.factor + keep * theta
   return theta.astype(np.float32), scale
+
+
+def _yarn_scale(factor: float) -> float:
+  return 0.1 * math.log(factor) + 1
 
 
 def from_hf(values: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
@@ -145,7 +151,9 @@ def from_hf(values: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
   for key in ("rope_parameters", "rope_scaling"):
     if (block := values.get(key)) is not None:
       with located(f"key '{key}'"):
-        theta, scaling = _from_block(block)
+        theta, scaling = _from_block(
+          block, values.get("max_position_embeddings")
+        )
       thetas.append(theta)
       scalings.append(scaling)
   thetas = [theta for theta in thetas if theta is not None]
@@ -157,8 +165,11 @@ def from_hf(values: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
   return (thetas or [None])[0], (scalings or [None])[0]
 
 
-def _from_block(block: Any) -> tuple[Any, RopeScaling | None]:
-  """Reads one rope object; returns its theta, None if absent, and scaling."""
+def _from_block(block: Any, context: Any) -> tuple[Any, RopeScaling | None]:
+  """Reads one rope object; returns its theta, None if absent, and scaling.
+
+  YaRN's original context is by default the model's, in tokens.
+  """
   if not isinstance(block, Mapping):
     raise ValueError(f"must be an object, got {show(block)}; correct the file")
   fields = {name: block.get(name) for name in _RANGES}
@@ -168,6 +179,13 @@ def _from_block(block: Any) -> tuple[Any, RopeScaling | None]:
     del other["partial_rotary_factor"]
   older = other.pop("type", None)
   kind = other.pop("rope_type", older)
+  length = fields["original_max_position_embeddings"]
+  if isinstance(length, float) and length.is_integer():
+    fields["original_max_position_embeddings"] = int(length)
+  if kind == "yarn":
+    if length is None:
+      fields["original_max_position_embeddings"] = context
+    _drop_defaults(other, fields["factor"])
   for key, value in other.items():
     if value is not None:
       raise ValueError(
@@ -176,6 +194,19 @@ def _from_block(block: Any) -> tuple[Any, RopeScaling | None]:
   if kind is None and all(value is None for value in fields.values()):
     kind = "default"  # An object with only theta.
   return theta, None if kind == "default" else RopeScaling(kind, **fields)
+
+
+def _drop_defaults(other: dict[str, Any], factor: Any) -> None:
+  """Drops keys of YaRN whose values are those of `frequencies`."""
+  scales = {}
+  if isinstance(factor, int | float) and factor >= 1:
+    scales = {"attention_factor": _yarn_scale(factor)}
+  for key, value in (_YARN | scales).items():
+    given = other.get(key)
+    if isinstance(given, int | float) and math.isclose(
+      given, value, rel_tol=1e-6
+    ):
+      del other[key]
 
 
 def check_range(key: str, value: Any, low: float, high: float) -> None:

@@ -19,7 +19,8 @@ Messages = Sequence[Mapping[str, str]]
 class Observation(NamedTuple):
   """The reply of an environment to a turn of the model."""
 
-  text: str = ""  # The next input of the model.
+  # The next input of the model; several texts are a message each.
+  text: str | Sequence[str] = ""
   done: bool = False  # The conversation is over.
   rewards: Mapping[str, float] = {}  # Parts of the reward, summed over turns.
   role: str = "user"  # Role of the message for a chat model.
@@ -27,6 +28,10 @@ class Observation(NamedTuple):
 
 class Environment(Protocol):
   """One conversation; created for every step, which restores its state.
+
+  May also have `template_settings`, variables of the chat template, and
+  `check_template(render, reply)`, which raises an InputError if a chat template
+  does not fit; see `Tools`.
 
   Attributes:
     state: JSON value; `step` may depend on nothing else.

@@ -1,8 +1,9 @@
 """Tools for chat models: Python functions that a model calls with JSON.
 
 The format is that of Hermes and Qwen: a turn has one or more JSON objects with
-a name and arguments between `<tool_call>` and `</tool_call>`, and gets a reply
-to each. If a call fails, the model gets the error as one line.
+a name and arguments between `<tool_call>` and `</tool_call>`, and gets a
+message in reply to each. Nothing between `<think>` and `</think>` is a call. If
+a call fails, the model gets the error as one line.
 """
 
 import functools
@@ -21,6 +22,7 @@ from jaxrl_llm.system import contained
 from jaxrl_llm.system.workers import Worker
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 _PYTHON_S = 5.0  # Time limit of a program, in seconds.
 _GRACE_S = 5.0  # Time to end an overdue program.
 _TYPES = {
@@ -84,14 +86,18 @@ def call(tools: dict[str, Callable[..., Any]], text: str) -> str:
   """Runs the call in a text and returns its result or the error."""
   try:
     asked = json.loads(text)
-    name, given = asked["name"], asked.get("arguments", {})
+    given = asked.get("arguments") if isinstance(asked, dict) else asked
+    given = {} if given is None else given
+    if not isinstance(given, dict):
+      return "error: the tool call is invalid: give the arguments in an object"
+    name = str(asked["name"])
     fn = tools[name]
     inspect.signature(fn).bind(**given)
   except (ValueError, RecursionError) as error:
     return f"error: the tool call is not JSON: {error}"
   except KeyError as error:
     return f"error: no tool {error}; available: {', '.join(tools)}"
-  except (TypeError, AttributeError) as error:
+  except TypeError as error:
     return f"error: the tool call is invalid: {error}"
   for key, value in given.items():
     kind = _type(fn, key)
@@ -154,15 +160,70 @@ class Tools:
     self._tools = {fn.__name__: fn for fn in functions}
     self.template_settings = {"tools": list(map(schema, functions))}
 
+  def check_template(
+    self,
+    render: Callable[[Sequence[dict]], str],
+    reply: Callable[[Sequence[str], str], str],
+  ) -> None:
+    """Checks that a chat template shows tools, calls and replies as used here.
+
+    Args:
+      render: messages -> text of the conversation with these tools.
+      reply: (texts, role) -> text of replies, a message each.
+
+    Raises:
+      InputError: It does not, or it fails.
+    """
+    asked, name = {"role": "user", "content": "?"}, next(iter(self._tools))
+    shown = render([asked])
+    if not all(name in shown for name in self._tools):
+      raise InputError("the chat template shows no tools; use another model")
+    made = {"name": name, "arguments": {}}
+    own = {"id": "callcall1", "type": "function", "function": made}
+    answer = {"role": "assistant", "content": ""}
+    text = render([asked, answer | {"tool_calls": [own]}])
+    known = any(made.items() <= x.items() for x in map(_parsed, _calls(text)))
+    # A template may leave the format to the model.
+    if not known and text != render([asked, answer]):
+      raise InputError(
+        f"the chat template writes calls as {text.strip()[-80:]!r}, but tools"
+        ' are called by <tool_call>{"name": NAME, "arguments": OBJECT}'
+        "</tool_call>; use another model, or an environment of your own"
+      )
+    replies = ["31", "42"]
+    text = reply(replies, "tool")
+    if not all(x in text for x in replies):
+      raise InputError(
+        "the chat template leaves out the replies of tools; use another model"
+      )
+
   def start(self, example: Example) -> None:
     """Uses the question of the data."""
 
   def step(self, response: str) -> Observation:
-    """Returns the results of the calls, one per line."""
-    # Drops the text after the last end tag: each start tag there would search
-    # for an end tag.
-    calls = _CALL.findall("".join(response.rpartition("</tool_call>")[:2]))
+    """Returns the results of the calls, a message each."""
+    calls = _calls(_outside(response))
     if not calls:
       return Observation(done=True)
     answers = [call(self._tools, text) for text in calls]
-    return Observation("\n".join(answers), role="tool")
+    return Observation(answers if answers[1:] else answers[0], role="tool")
+
+
+def _outside(response: str) -> str:
+  """Returns a text without reasoning, which the prompt may have begun."""
+  return _THOUGHT.sub("", response).rpartition("</think>")[2]
+
+
+def _calls(text: str) -> list[str]:
+  # Drops the text after the last end tag: each start tag there would search
+  # for an end tag.
+  return _CALL.findall("".join(text.rpartition("</tool_call>")[:2]))
+
+
+def _parsed(text: str) -> dict[str, Any]:
+  """Returns the object in a text, {} if there is none."""
+  try:
+    value = json.loads(text)
+  except ValueError:
+    value = {}
+  return value if isinstance(value, dict) else {}

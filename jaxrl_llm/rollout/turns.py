@@ -9,14 +9,20 @@ loss, and only their own tokens are prefilled.
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.data.prompt_source import REPLIES, Template, completion_reply
+from jaxrl_llm.data.prompt_source import (
+  REPLIES,
+  Template,
+  completion_reply,
+  several,
+)
 from jaxrl_llm.data.tasks import Example
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.errors import InputError, as_input_error, located
 from jaxrl_llm.rewards.pool import CallPool
 from jaxrl_llm.rewards.verdict import Grading, number
 from jaxrl_llm.rollout.environments import (
@@ -64,6 +70,11 @@ class EnvironmentCalls:
     own = getattr(self._make(**self._settings), "template_settings", {})
     return {**settings, "kwargs": {**(settings.get("kwargs") or {}), **own}}
 
+  def check_template(self, *renderers: Callable[..., str]) -> None:
+    """Checks a chat template; see `Tools.check_template`."""
+    environment = self._make(**self._settings)
+    getattr(environment, "check_template", lambda *_: None)(*renderers)
+
   def start(self, example: Example) -> tuple[str | Messages | None, Any]:
     """Returns the opening for the model, and the environment's state.
 
@@ -98,13 +109,15 @@ class EnvironmentCalls:
     environment = self._make(**self._settings)
     environment.state = state
     seen = environment.step(response)
-    fits = isinstance(seen, Observation) and isinstance(seen.text, str)
-    fits = fits and isinstance(seen.role, str) and (seen.done or seen.text)
+    fits = isinstance(seen, Observation) and isinstance(seen.role, str)
+    fits = fits and isinstance(seen.text, str | list | tuple)
+    fits = fits and all(isinstance(text, str) for text in seen.text)
+    fits = fits and (seen.done or seen.text)
     if not fits or not isinstance(seen.rewards, Mapping):
       raise TypeError(
         f"step returned {repr(seen)[:80]}; return an Observation that is done"
-        " or has a text, whose role is a text, and whose rewards are numbers by"
-        " name"
+        " or has a text or several, whose role is a text, and whose rewards are"
+        " numbers by name"
       )
     rewards = {str(k): number(x, k) for k, x in seen.rewards.items()}
     # A state that is not JSON raises here, as a failure of the environment.
@@ -121,19 +134,19 @@ class ConversationConfig:
     call: {state, response} of each turn -> (result of `EnvironmentCalls`, None)
       or (None, error).
     tokenizer: tokenizer of the model.
-    render: (text of an observation, role) -> tokens, up to where the model's
+    render: (texts of an observation, role) -> tokens, up to where the model's
       next turn begins.
     max_turns: maximum number of model turns; responses that need more are
       overlong.
-    max_observation_tokens: maximum number of tokens of an observation's text,
-      not counting those that `render` adds; a longer text is cut.
+    max_observation_tokens: maximum number of tokens of an observation's texts,
+      not counting those that `render` adds; longer ones are cut.
     weights: weights of named parts of a turn's reward; 1 by default.
   """
 
   start: Callable[[Example], tuple[Any, Any]]
   call: CallPool
   tokenizer: Tokenizer
-  render: Callable[[str, str], Sequence[int]]
+  render: Callable[[Sequence[str], str], Sequence[int]]
   max_turns: int
   max_observation_tokens: int
   weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -143,22 +156,31 @@ class ConversationConfig:
     _, state = self.start(example)
     return json.dumps({"state": state, "turns": 0, "rewards": {}})
 
-  def observation(self, text: str, role: str) -> list[int]:
-    """Returns the tokens of an observation, its text cut if it is too long.
+  def observation(self, text: str | Sequence[str], role: str) -> list[int]:
+    """Returns the tokens of an observation, cut if it is too long.
 
     Raises:
       InputError: The vocabulary lacks something in the text.
     """
-    most, whole = self.max_observation_tokens, text
-    text = text[: most * _CHARS_PER_TOKEN].encode(errors="replace").decode()
-    tokens = self.tokenizer.encode(text)
-    if len(tokens) > most or len(text) < len(whole):
-      # A cut inside a character leaves replacement characters.
-      text = self.tokenizer.decode(tokens[:most]).rstrip("\ufffd")
-      with contextlib.suppress(InputError):
-        self.tokenizer.encode(_CUT)
-        text += _CUT
-    return list(self.render(text, role))
+    left, texts = self.max_observation_tokens, []
+    for whole in several(text):
+      text, used = self._cut(whole, left)
+      left -= used
+      texts.append(text)
+    return list(self.render(texts, role))
+
+  def _cut(self, whole: str, most: int) -> tuple[str, int]:
+    """Returns a text of at most `most` tokens, and their number."""
+    text = whole[: most * _CHARS_PER_TOKEN].encode(errors="replace").decode()
+    tokens = self.tokenizer.continued(text)
+    if len(tokens) <= most and len(text) == len(whole):
+      return text, len(tokens)
+    # A cut inside a character leaves replacement characters.
+    text = self.tokenizer.decode(tokens[:most]).rstrip("\ufffd")
+    with contextlib.suppress(InputError):
+      self.tokenizer.encode(_CUT)
+      text += _CUT
+    return text, min(len(tokens), most)
 
 
 def make_conversation_config(
@@ -184,15 +206,23 @@ def make_conversation_config(
 
   Raises:
     InputError: The environment cannot be pickled for the workers, or the chat
-      template has no stop token between turns.
+      template has no stop token between turns or does not fit the environment.
   """
-  reply = REPLIES.get(template, completion_reply)
   own = play.template_settings(template, template_settings)
+  reply = REPLIES.get(template, completion_reply)(tokenizer, **own)
+  if template == "chat":
+    decode = functools.partial(tokenizer.decode, skip_special=False)
+    kwargs = own.get("kwargs")
+    with located(tokenizer.path):
+      play.check_template(
+        lambda messages: decode(tokenizer.apply_chat(messages, kwargs)),
+        lambda texts, role: decode(reply(texts, role)),
+      )
   return ConversationConfig(
     start=play.start,
     call=CallPool(play, workers=workers, deadline_s=deadline_s),
     tokenizer=tokenizer,
-    render=reply(tokenizer, **own),
+    render=reply,
     **settings,
   )
 

@@ -65,11 +65,10 @@ def make_run(config: Any) -> Run:
   )
   rewarded = bool({"rewards", "correct"} & learner.algorithm.leaves)
   source, problems = data.make_prompts(config, tokenizer, rewarded=rewarded)
-  learner.column = source.column
   if view := choices.VIEWS.switched_on(config.value):
     view = functools.partial(view, source.answer, tokenizer)
     learner.views = {"critic": view}
-  _check_columns(learner, source)
+  _set_columns(learner, source)
   judge = _make_judge(config, tokenizer)
   turn_taking = data.make_conversation_config(config, tokenizer)
   engine = sampler.make_engine(config, policy_fns, tokenizer, both.sampler)
@@ -102,6 +101,7 @@ def make_run(config: Any) -> Run:
     judge=judge,
     tokenizer=tokenizer,
     inputs=data.digests(config) | teachers,
+    notes=data.notes(source),
   )
 
 
@@ -122,8 +122,9 @@ def _make_judge(config: Any, tokenizer: Tokenizer) -> Judge:
   )
 
 
-def _check_columns(learner: Learner, source: PromptSource) -> None:
-  """Reads the first row of each data column that the method reads."""
+def _set_columns(learner: Learner, source: PromptSource) -> None:
+  """Sets the data's columns; reads the first row of each that is needed."""
+  learner.column = source.column
   leaves = learner.algorithm.leaves
   for leaf in leaves | providers.needs_of(leaves):
     if leaf.startswith(providers.COLUMN):

@@ -87,6 +87,20 @@ def make_prompts(
   return stream, problems
 
 
+def notes(stream: PromptSource) -> list[str]:
+  """Returns lines on data that are probably not what was meant."""
+  count = len(stream) if len(stream) <= sources.MOST_READ else 0
+  spelled = processes.in_shares(stream.spelled, range(min(count, CHECKED)))
+  found = [name for name in spelled if name]
+  if not found:
+    return []
+  return [
+    f"warning: {len(found)} of {len(spelled)} prompts contain names of control"
+    f" tokens, such as {found[0]!r}, which are read as plain text; give"
+    " conversations as messages, to which the model's chat template adds them"
+  ]
+
+
 def _records_prompts(config: Any, make: Callable[..., PromptSource]) -> bool:
   """Returns whether the run keeps a record of each prompt."""
   schedule = config.schedule

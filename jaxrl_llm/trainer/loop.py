@@ -130,7 +130,7 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
     replay.feed.run = folder.run_id()
   with _make_logger(run, folder, saver, last) as logger:
     run.judge.tell = logger.event
-    events += [evaluator.origin for evaluator in run.evaluators]
+    events += [*run.notes, *(one.origin for one in run.evaluators)]
     for line in filter(None, (*summary.describe(run), *events)):
       logger.event(line)
     if not found:

@@ -40,6 +40,7 @@ class Run:
   tokenizer: Tokenizer
   # Config key -> digest of the files at its path.
   inputs: Mapping[str, str]
+  notes: Sequence[str] = ()  # Lines that are logged at the start.
 
 
 class States(NamedTuple):

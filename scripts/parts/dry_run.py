@@ -65,8 +65,10 @@ def _show_data(run: Run) -> None:
   said = (
     "answer " + " or ".join(map(repr, answers)) if answers[0] else "no answer"
   )
-  print(f"first prompt: {prompts[0].text!r}, {said}")
-  for line in filter(None, (one.origin for one in run.evaluators)):
+  shown = run.tokenizer.show(prompts[0].tokens)
+  print(f"first prompt: {shown!r}, {said}")
+  origins = (one.origin for one in run.evaluators)
+  for line in filter(None, (*run.notes, *origins)):
     print(line)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 
 import pretraining
 import pytest
@@ -19,7 +20,7 @@ CHATML = (
 def tokenizer(tmp_path_factory):
   """One token per character, with control tokens `<s>` and `</s>`."""
   path = tmp_path_factory.mktemp("tokenizer")
-  letters = tasks.CHARACTERS + "\n :<>/{}abcdefghijklmnopqrstuvwxyzQA\\"
+  letters = tasks.CHARACTERS + "!\n :<>/{}abcdefghijklmnopqrstuvwxyzQA\\"
   text = pretraining.character_tokenizer_json(letters)
   text = text.replace("<pad>", "<s>").replace("<eos>", "</s>")
   (path / "tokenizer.json").write_text(text)
@@ -102,6 +103,67 @@ class TestTemplates:
     written = prompt_source.chat(thinking, kwargs={"think": "x"})
     text = tokenizer.decode(written(example("1")), skip_special=False)
     assert text == "<s>user:1</s><s>x"
+
+  @pytest.mark.parametrize("make", ["completion", "chat"])
+  def test_a_row_has_tools_and_variables_of_its_own(self, tokenizer, make):
+    mine = copy.copy(tokenizer)
+    mine.chat_template = CHATML + "{{ tools | length }}{{ think }}{{ x }}"
+    asked = [{"role": "user", "content": "1"}]
+    tools = [{"name": "a", "default": None}]
+    template = prompt_source.TEMPLATES[make](mine)
+    for own in (tools, json.dumps(tools)):
+      own = {"tools": own, "chat_template_kwargs": {"think": 7, "x": None}}
+      row = dataclasses.replace(example("1"), messages=asked, columns=own)
+      text = tokenizer.decode(template(row), skip_special=False)
+      assert text == "<s>user:1</s><s>17"
+
+  def test_those_of_a_row_come_first_but_an_environment_has_its_tools(
+    self, tokenizer
+  ):
+    mine = copy.copy(tokenizer)
+    mine.chat_template = CHATML + "{{ tools | length }}{{ think }}"
+    own = {"tools": [{}, {}], "chat_template_kwargs": {"think": 7}}
+    row = dataclasses.replace(example("1"), columns=own)
+    given = {"tools": [{}, {}, {}], "think": 8}
+    template = prompt_source.chat(mine, kwargs=given)
+    assert tokenizer.decode(template(row)).endswith("37")
+
+  @pytest.mark.parametrize(
+    "own", [{"tools": "{"}, {"tools": 3}, {"chat_template_kwargs": [1]}]
+  )
+  def test_columns_of_another_kind_are_told(self, tokenizer, own):
+    row = dataclasses.replace(example("1"), columns=own)
+    with pytest.raises(InputError, match=f"x: column '{[*own][0]}' is no"):
+      prompt_source.chat(tokenizer)(row)
+
+  @pytest.mark.parametrize(
+    "end, stops",
+    [
+      ("</s>", True),
+      (" \n</s><s>", True),
+      ("\n", True),
+      ("<s>", False),
+      ("\n<s></s>", False),
+      ("end</s>", False),
+    ],
+  )
+  def test_answers_end_with_a_stop_token(self, tokenizer, end, stops):
+    mine = copy.copy(tokenizer)
+    mine.chat_template = (
+      "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+      f"{end}{{% endfor %}}{{% if add_generation_prompt %}}<s>{{% endif %}}"
+    )
+    asked = [{"role": "user", "content": "1"}]
+    talk = dataclasses.replace(example("1"), messages=asked)
+    for use in (
+      lambda: prompt_source.chat(mine),
+      lambda: prompt_source.completion(mine)(talk),
+    ):
+      if stops:
+        use()
+        continue
+      with pytest.raises(InputError, match="ends answers with .* no stop tok"):
+        use()
 
 
 def make_prompts(
@@ -191,6 +253,27 @@ class TestPromptSource:
     questions = [p.question for p in drawn]
     assert questions == ["1+1=", "2+2=", "3+3=", "4+4=", "1+1=", "2+2="]
     assert [p.answer for p in drawn[:4]] == ["2", "4", "6", "8"]
+
+  def test_a_text_far_too_long_is_not_tokenised(self, tokenizer, monkeypatch):
+    kinds = {"question": "1" * 10**6}
+    kinds["messages"] = [{"role": "user", "content": kinds["question"]}]
+    monkeypatch.setattr(Tokenizer, "_encode", None)
+    for name, value in kinds.items():
+      long = dataclasses.replace(example("1"), **{name: value})
+      prompts = make_prompts(tokenizer, [long])
+      with pytest.raises(
+        InputError, match="'x' has [0-9]{6} tokens, the limit"
+      ):
+        prompts.check([0])
+      assert make_prompts(tokenizer, [long], on_long="drop").check([0]) == [
+        False
+      ]
+
+  def test_names_of_control_tokens_in_questions_are_found(self, tokenizer):
+    said = [{"role": "user", "content": x} for x in ("</s>", "1")]
+    talk = dataclasses.replace(example("1"), messages=said)
+    prompts = make_prompts(tokenizer, [example("a<s>"), example("1"), talk])
+    assert prompts.spelled([0, 1, 2]) == ["<s>", "", "</s>"]
 
   def test_a_prompt_without_tokens_is_refused(self, tokenizer):
     prompts = prompt_source.PromptSource(

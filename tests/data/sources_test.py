@@ -96,6 +96,40 @@ class TestLayouts:
     found = example(prompt=ASKED, tests=["x"])
     assert found.messages == ASKED and found.answer == ""
 
+  def test_contents_of_messages(self):
+    calls = [{"function": {"name": "add", "arguments": {"a": 7}}}]
+    parts = [{"type": "text", "text": x, "image": None} for x in ("1+", "1?")]
+    talk = [
+      *(ASKED[0], {"role": "user", "content": parts}),
+      {"role": "assistant", "content": None, "tool_calls": calls},
+      {"role": "tool", "content": "2"},
+    ]
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
+    said = [called, talk[3]]
+    assert example(prompt=talk).messages == [*ASKED, *said]
+    answer = [{"role": "assistant", "content": [{"text": "2"}]}]
+    found = example(messages=[*talk, *answer])
+    assert found.messages == ASKED and found.question == "1+1?"
+    assert found.completion == [*said, {"role": "assistant", "content": "2"}]
+    found = example(prompt="1+1?", completion=talk[2:])
+    assert found.completion == said
+    pairs = [{"x": 1}]
+    assert example(prompt="1+1?", solution=pairs).completion == pairs
+
+  @pytest.mark.parametrize(
+    "message, shown",
+    [
+      ({"role": "assistant", "content": None}, "'assistant'"),
+      ({"role": "user", "content": [{"type": "image", "url": "x"}]}, "'image'"),
+      ({"role": "user", "content": [{"text": "a"}, 3]}, "'a'"),
+      ({"role": 3, "content": "a"}, "'role': 3"),
+      ("a", "'a'"),
+    ],
+  )
+  def test_a_message_of_another_kind_is_named(self, message, shown):
+    with pytest.raises(InputError, match=f"message 3 of 'prompt' is .*{shown}"):
+      example(prompt=[*ASKED, message])
+
   def test_columns_of_other_names(self, tmp_path):
     path = jsonl(tmp_path, {"problem": "1?", "meta": {"gold": 1, "n": 7}})
     columns = {"question": "problem", "answer": "meta.gold", "id": "meta.n"}

@@ -1,13 +1,17 @@
 """Supervised fine-tuning: trained tokens, gradients, and complete runs."""
 
+import copy
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from helpers import chat_model, recipes, registries
+from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrl_llm import register
+from jaxrl_llm.data import prompt_source
 from jaxrl_llm.data.prompt_source import TEMPLATES
 from jaxrl_llm.data.rows import Row, to_example
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -138,11 +142,109 @@ class TestTokens:
     source = make_source(tokenizer, fields, on_long="drop", **settings)
     assert source.check([0]) == [False]
 
+  def test_a_text_far_too_long_is_not_tokenised(self, tokenizer, monkeypatch):
+    fields = {"prompt": "2+2?", "completion": "1" * 10**6}
+    source = make_source(tokenizer, fields)
+    prompt = prompt_source.PromptSource.prompt(source, 0, 0)
+    monkeypatch.setattr(Tokenizer, "_encode", None)
+    monkeypatch.setattr(prompt_source.PromptSource, "prompt", lambda *_: prompt)
+    with pytest.raises(
+      InputError, match="has [0-9]{6} tokens, the limit is 99"
+    ):
+      source.check([0])
+
+  def test_a_tool_and_its_reply_are_in_the_template(self, tokenizer):
+    mine = copy.copy(tokenizer)
+    mine.chat_template = mine.chat_template.replace(
+      "{{ m['content'] }}", "{{ m['content'] }}{{ m.tool_calls }}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": "CALL"}
+    reply = {"role": "tool", "content": [{"type": "text", "text": "3"}]}
+    fields = {"messages": [ASKED, call, reply, SAID]}
+    prompt = make_source(mine, fields).prompt(0, 0)
+    trained = shown(tokenizer, prompt)[2]
+    assert trained == "CALL|4|"
+    assert shown(tokenizer, prompt)[1] == "CALL|\ntool: 3|\nassistant: 4|"
+
   def test_a_template_without_ends_cannot_separate_turns(self, tokenizer):
     source = make_source(tokenizer, {"messages": TALK})
     source._template = lambda example: tokenizer.encode("2+2?")
     with pytest.raises(InputError, match="one answer per row"):
       source.check([0])
+
+
+THINKING = (  # Writes reasoning as Qwen 3 does.
+  "{% for m in messages %}"
+  "{% set said = m.content.split('</think>') %}"
+  "{{ m.role }}: {% if m.role == 'assistant' %}<think>\n"
+  "{{ said[0].split('<think>')[1] | trim if said[1:] }}\n</think>\n\n"
+  "{{ said[-1] | trim }}{% else %}{{ m.content }}{% endif %}{{ eos_token }}\n"
+  "{% endfor %}{% if add_generation_prompt %}assistant: OPENED{% endif %}"
+)
+
+
+class TestOpenedBlocks:
+  """A template may begin the answer, usually with its reasoning."""
+
+  def source(self, tokenizer, template, said):
+    mine = copy.copy(tokenizer)
+    mine.chat_template = template
+    talk = [x | {"content": said} if x is SAID else x for x in TALK[1:]]
+    return make_source(mine, {"messages": talk})
+
+  @pytest.mark.parametrize("opened", ["", "<think>\n", "<think>"])
+  @pytest.mark.parametrize("thought", ["", "2 and 2"])
+  def test_are_written_once(self, tokenizer, opened, thought):
+    said = f"<think>\n{thought}\n</think>\n\n4" if thought else "4"
+    template = THINKING.replace("OPENED", opened)
+    prompt = self.source(tokenizer, template, said).prompt(0, 0)
+    asked, rest, trained = shown(tokenizer, prompt)
+    assert asked == f"user: 2+2?|\nassistant: {opened}"
+    first = f"<think>\n{thought}\n</think>\n\n4|"
+    last = "<think>\n\n</think>\n\nIt is 5.|"
+    between = f"\nuser: and 1?|\nassistant: {opened}"
+    first, last = first.removeprefix(opened), last.removeprefix(opened)
+    assert rest == first + between + last and trained == first + last
+
+  def test_that_share_a_token_with_the_answer(self, tmp_path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: i for i, text in enumerate([*alphabet, "ĊĊ"])}
+    bpe = tokenizers.Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ")]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(["<eos>"])
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 257}')
+    tokenizer = Tokenizer(tmp_path)
+    template = THINKING.replace("OPENED", "<think>\n")
+    prompt = self.source(tokenizer, template, "4").prompt(0, 0)
+    _, rest, _ = shown(tokenizer, prompt)
+    assert rest.startswith("\n</think>\n\n4|\nuser")
+    # The prompt is that of sampling.
+    one, two = tokenizer.encode("\n"), tokenizer.encode("\n\n")
+    assert len(two) == 1
+    whole = [*prompt.tokens, *prompt.opening]
+    begin = [*tokenizer.encode("<think>"), *one, *one, tokenizer.encode("<")[0]]
+    place = len(prompt.tokens) - len(begin) + 2
+    assert whole[place : place + len(begin)] == begin
+
+  @pytest.mark.parametrize(
+    "template, said, why",
+    [
+      # As DeepSeek-R1-Distill: history is without reasoning.
+      (THINKING.replace("OPENED", "<think>\nHm."), "4", "ends its prompt with"),
+      (
+        "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')"
+        "[-1] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        "<think>2 and 2</think>4",
+        "leaves out a part of the answer '<think>2 and 2</think>4'",
+      ),
+    ],
+  )
+  def test_of_another_kind_are_told(self, tokenizer, template, said, why):
+    with pytest.raises(InputError, match=f"data-1: the chat template {why}"):
+      self.source(tokenizer, template, said).check([0])
 
 
 class TestUpdate:

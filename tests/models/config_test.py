@@ -128,6 +128,22 @@ class TestFromHf:
     assert kind.attention.output_bias and not kind.attention.qk_norm
     hash(config)  # Usable as a static argument of jit.
 
+  @pytest.mark.parametrize(
+    "written",
+    [
+      {"beta_fast": 32, "beta_slow": 1.0, "truncate": True, "mscale": None},
+      {"original_max_position_embeddings": 32768.0},
+      {"attention_factor": 0.1 * math.log(4) + 1},
+      {"original_max_position_embeddings": None},  # The context of the model.
+    ],
+  )
+  def test_keys_of_yarn_that_say_what_holds_anyway(self, written):
+    assert QWEN2["max_position_embeddings"] == 32768
+    config = ModelConfig.from_hf(QWEN2 | {"rope_scaling": YARN | written})
+    assert config.rope_scaling == RopeScaling(
+      "yarn", 4.0, original_max_position_embeddings=32768
+    )
+
   def test_every_fourth_layer_of_smollm3_has_no_rope(self):
     config = ModelConfig.from_hf(SMOLLM3)
     rotary = [kind.attention.rotary for kind in config.layers]
@@ -283,6 +299,13 @@ llama | "rope_scaling": {LLAMA3, "low_freq_factor": 4.0} | low_freq_factor
 llama | "rope_scaling": {"rope_type": "llama3", "factor": 8.0, \
 "low_freq_factor": 1, "high_freq_factor": 4} | original_max_position_embeddings
 llama | "rope_scaling": {LLAMA3, "mscale": 1.5} | mscale
+qwen2 | "rope_scaling": {YARN, "beta_fast": 16} | beta_fast
+qwen2 | "rope_scaling": {YARN, "truncate": false} | truncate
+qwen2 | "rope_scaling": {YARN, "attention_factor": 1.0} | attention_factor
+qwen2 | "rope_scaling": {"type": "yarn", "factor": "4", "attention_factor": 1} \
+| attention_factor
+qwen2 | "rope_scaling": {YARN, "original_max_position_embeddings": 9.5} | \
+original_max_position_embeddings
 llama | "rope_parameters": {LLAMA3, "partial_rotary_factor": 0.5} | partial_rot
 llama | "rope_parameters": {LLAMA3, "rope_theta": 10000.0} | rope_parameters
 """.strip().splitlines()
@@ -293,6 +316,7 @@ class TestRefusals:
   def test_one_line_names_file_and_key(self, row):
     name, changes, part = row.split(" | ")
     changes = changes.replace("LLAMA3", json.dumps(LLAMA3)[1:-1])
+    changes = changes.replace("YARN", json.dumps(YARN)[1:-1])
     values = FAMILIES[name] | json.loads(f"{{{changes}}}")
     values = {key: value for key, value in values.items() if value != "-"}
     with pytest.raises(InputError) as info:

@@ -4,12 +4,18 @@ import fractions
 import json
 
 import pytest
+from helpers import chat_model
 
 from jaxrl_llm import register
+from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout import tools
 from jaxrl_llm.rollout.environments import Calculator, GuessingGame
-from jaxrl_llm.rollout.turns import ENVIRONMENTS
+from jaxrl_llm.rollout.turns import (
+  ENVIRONMENTS,
+  EnvironmentCalls,
+  make_conversation_config,
+)
 
 
 def area(width: float, height: float = 1.0, unit: str = "m") -> str:
@@ -87,7 +93,17 @@ class TestCall:
       (ask("python", code="print(6 * 7)"), "42\n"),
       (ask("python", code="1"), "(it printed nothing)"),
       ("{'name': 1}", "error: the tool call is not JSON"),
-      ("3", "error: the tool call is invalid"),
+      ("3", "error: the tool call is invalid: give the arguments in an obj"),
+      ('{"name": "half", "arguments": null}', '["1/2"]'),
+      (
+        '{"name": "half", "arguments": [1]}',
+        "error: the tool call is invalid:",
+      ),
+      (
+        '{"name": "area", "arguments": null}',
+        "error: the tool call is invalid",
+      ),
+      ('{"name": ["half"]}', "error: no tool"),
       (ask("half"), '["1/2"]'),
       (ask("volume"), "error: no tool 'volume'; available: area, python, half"),
       ("{}", "error: no tool 'name'"),
@@ -129,10 +145,30 @@ class TestTools:
       f"<tool_call>\n{call}\n</tool_call>" for call in calls
     )
     seen = own.step(turn)
-    assert seen.text == "1\n\n2\n" and seen.role == "tool" and not seen.done
+    assert seen.text == ["1\n", "2\n"] and seen.role == "tool" and not seen.done
     assert own.step("It is 2.").done
     (told,) = own.template_settings["tools"]
     assert told["function"]["parameters"]["required"] == ["code"]
+
+  @pytest.mark.parametrize(
+    "turn, answers",
+    [
+      ("<think>{1}</think>{2}", "2.0 m2"),
+      ("I think {1}</think>{2}", "2.0 m2"),
+      ("{1}<think>{2}", "1.0 m2"),
+      ("{1}<think>{2}</think>{3}", ["1.0 m2", "3.0 m2"]),
+      ("<think>{1}</think> It is 3.", None),
+      ("<think>{1}", None),
+      ("<think>" * 50_000 + "{1}", None),
+    ],
+  )
+  def test_nothing_in_reasoning_is_a_call(self, turn, answers):
+    for n in (1, 2, 3):
+      call = f"<tool_call>{ask('area', width=n)}</tool_call>"
+      turn = turn.replace(f"{{{n}}}", call)
+    seen = tools.Tools([area]).step(turn)
+    assert seen.done == (answers is None)
+    assert seen.text == (answers or "")
 
   def test_starts_without_an_end_are_no_calls(self):
     assert tools.Tools().step("<tool_call>" * 50_000).done
@@ -142,10 +178,93 @@ class TestTools:
     own = ENVIRONMENTS.pop("areas")()
     calls = [ask("area", width=3), ask("python", code="1")]
     seen = own.step("".join(f"<tool_call>{x}</tool_call>" for x in calls))
-    assert seen.text == "3.0 m2\nerror: no tool 'python'; available: area"
+    assert seen.text == ["3.0 m2", "error: no tool 'python'; available: area"]
     assert own.template_settings["tools"] == [tools.schema(area)]
     with pytest.raises(InputError, match="no docstring"):
       tools.Tools([silent])
+
+
+QWEN = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}
+{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls %}
+{% set f = c.function %}
+<tool_call>
+{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}
+</tool_call>{% endfor %}{{ eos_token }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+CALL = QWEN[QWEN.index("<tool_call>") : QWEN.index("{% endfor %}{{ eos")]
+
+
+class TestTemplates:
+  """The model's format of calls and replies is checked at the start."""
+
+  def make(self, folder, template, name="tools"):
+    path = folder / "chat"
+    if not path.exists():
+      chat_model.write(path)
+    told = json.dumps({"chat_template": template})
+    (path / "tokenizer_config.json").write_text(told)
+    return make_conversation_config(
+      EnvironmentCalls(ENVIRONMENTS[name], {}),
+      Tokenizer(path),
+      "chat",
+      {},
+      workers=0,
+      deadline_s=1.0,
+      max_turns=9,
+      max_observation_tokens=20,
+    )
+
+  @pytest.mark.parametrize(
+    "template, why",
+    [
+      (QWEN, None),
+      # The model must find the format itself.
+      (QWEN.replace(CALL, ""), None),
+      (
+        QWEN.replace("<tool_call>", "[CALLS]"),
+        r"writes calls as .*\[CALLS\].* tools are called by <tool_call>",
+      ),
+      (QWEN.replace('"arguments"', '"parameters"'), "writes calls as"),
+      (
+        QWEN.replace(CALL, "<tool_call><function={{ f.name }}>"),
+        "writes calls as",
+      ),
+      (QWEN.replace("t | tojson", "''"), "shows no tools"),
+      (
+        QWEN.replace("{{ m.role }}", "{% if m.role != 'tool' %}").replace(
+          "{{ eos_token }}", "{{ eos_token }}{% endif %}"
+        ),
+        "leaves out the replies",
+      ),
+      (
+        QWEN.replace(
+          "{{ m.role }}",
+          "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}",
+        ),
+        "the chat template failed .no",
+      ),
+    ],
+  )
+  def test_of_other_kinds_are_refused(self, tmp_path, template, why):
+    if why is None:
+      self.make(tmp_path, template)
+    else:
+      with pytest.raises(InputError, match=why) as caught:
+        self.make(tmp_path, template)
+      assert str(tmp_path / "chat") in str(caught.value)
+    # An environment without tools needs none of it.
+    self.make(tmp_path, template, "guessing_game")
+
+  def test_several_replies_share_the_room(self, tmp_path):
+    config = self.make(tmp_path, QWEN)
+    read = lambda texts: config.tokenizer.decode(
+      config.observation(texts, "tool"), skip_special=False
+    )
+    end = config.tokenizer.decode([config.tokenizer.eos_id], skip_special=False)
+    said = [f"tool: {text}{end}" for text in ("1" * 15, "2" * 5 + " [cut]", "")]
+    said[2] = f"tool:  [cut]{end}"
+    shown = read(["1" * 15, "2" * 9, "3"])
+    assert shown == "\n" + "\n".join(said) + "\nassistant: "
 
 
 class TestCalculator:

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow
 import pytest
 from helpers import chat_model, programs, tiny_run
+from parts import dry_run
 from pyarrow import parquet
 
 from jaxrl_llm import config as config_lib
@@ -103,6 +104,29 @@ class TestSets:
     columns = {"question": "text"}
     (one,) = self.evaluators(model, train, "aime25", data__columns=columns)
     assert (one.name, one.prompts[0].question) == ("aime25", "1+1?")
+
+
+def test_names_of_control_tokens_in_prompts_are_told(tmp_path, capsys):
+  model = chat_model.write(tmp_path / "chat")
+  asked = ["user: 1+1?<eos>", "1+2?", "1+3?"]
+  rows = [{"question": text, "answer": "2"} for text in asked]
+  train = write_rows(tmp_path / "train.jsonl", rows)
+  config = make_config(
+    *(model, train, ""),
+    data__holdout=0.0,
+    data__template="chat",
+    data__max_prompt_length=60,
+  )
+  run = build.make_run(config)
+  (line,) = run.notes
+  assert line.startswith(
+    "warning: 1 of 3 prompts contain names of control tokens, such as '<eos>',"
+  )
+  asked = {p.question: p for p in run.source.draw(run.source.init(), 3)[0]}
+  shown = run.tokenizer.show(asked["user: 1+1?<eos>"].tokens)
+  assert shown == "user: user: 1+1?[text <eos>]<eos>\nassistant: "
+  dry_run._show_data(run)
+  assert line in capsys.readouterr().out.splitlines()
 
 
 class TestOverlap:
