@@ -222,8 +222,7 @@ def several(text: str | Sequence[str]) -> Sequence[str]:
 def fewest(tokenizer: Tokenizer, *texts: str) -> int:
   """Returns a lower bound of the number of tokens of texts.
 
-  Texts far beyond a limit are not tokenised, which would need a hundred times
-  their size in memory.
+  With it, texts far beyond a limit need not be tokenised.
   """
   return sum(map(len, texts)) // tokenizer.longest
 

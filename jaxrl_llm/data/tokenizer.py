@@ -31,6 +31,7 @@ from jaxrl_llm.errors import InputError, as_input_error
 
 _MAX_BYTES = 4  # UTF-8 bytes of a character.
 _PRIVATE_USE = range(0xE000, 0xF900)
+_MOST_CHARS = 1 << 24  # The library needs a hundred times as many bytes.
 _BEFORE = "\n=;.aA"  # Texts that a continuation may follow, best first.
 
 
@@ -177,6 +178,11 @@ class Tokenizer:
 
   def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     what = f"{self.path}/tokenizer.json cannot tokenise {text[:40]!r}"
+    if len(text) > _MOST_CHARS:
+      raise InputError(
+        f"{what}: it has {len(text)} characters, more than {_MOST_CHARS};"
+        " shorten the text"
+      )
     with library(what, "use characters of its vocabulary"):
       tokens = tokenizer.encode(text, add_special_tokens=False).ids
     return self._with_rows(tokens)

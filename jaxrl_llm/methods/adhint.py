@@ -60,7 +60,7 @@ class Hints(PromptSource):
           f"{prompt.id}: it has no solution to hint at; name its column by"
           " data.columns={'completion': NAME}"
         )
-      solution = self._tokenizer.encode(prompt.completion)
+      solution = self._tokenizer.continued(prompt.completion)
       length = min(int(self.share(p) * len(solution)), self._room)
       opening = tuple(solution[:length])
       prompts.append(dataclasses.replace(prompt, opening=opening))

@@ -69,7 +69,7 @@ class Repairs(PromptSource):
     )
     own = fits - 1
     rest = kept[len(text(own)) :] + step
-    return (*tokens[:own], *self._tokenizer.encode(rest))
+    return (*tokens[:own], *self._tokenizer.continued(rest))
 
 
 register.prompt_source("repairs", Repairs)

@@ -117,6 +117,12 @@ class TestCharacterTokenizer:
     with pytest.raises(InputError, match="'<|im_end|>' has the id 257, but"):
       chat.check_model(257)  # A stop token.
 
+  def test_a_text_beyond_any_context_is_not_tokenised(self, tmp_path):
+    tokenizer = Tokenizer(character(tmp_path))
+    said = r"cannot tokenise '1{40}': it has 16777217 characters, more than"
+    with pytest.raises(InputError, match=said):
+      tokenizer.encode("1" * ((1 << 24) + 1))
+
 
 class TestPieces:
   def test_of_characters(self, tmp_path):

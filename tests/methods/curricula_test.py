@@ -410,7 +410,7 @@ class TestRepairs:
       def decode(self, tokens):
         return "".join(tokens)
 
-      def encode(self, text):
+      def continued(self, text):
         return list(text)
 
     source._tokenizer = Pairs()
