@@ -75,7 +75,15 @@ class Policy:
   def fns(self) -> models.ModelFns:
     """The model's functions, for parameters such as `params`."""
     numerics = models.Numerics.all(self.dtype)
-    return models.make_policy(self.model_config, numerics=numerics)
+    return models.make_policy(self._own_tokens, numerics=numerics)
+
+  @functools.cached_property
+  def _own_tokens(self) -> models.ModelConfig:
+    """The architecture, with the ids that are no tokens of the tokenizer."""
+    if not pathlib.Path(self.directory, "tokenizer.json").exists():
+      return self.model_config
+    unused = self.tokenizer.unused(self.model_config.vocab_size)
+    return dataclasses.replace(self.model_config, unused=unused)
 
   @functools.cached_property
   def params(self) -> Any:
@@ -191,7 +199,7 @@ class Policy:
     # Slots are sharded over all devices, each of which holds the whole model.
     mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
     fns = models.make_policy(
-      self.model_config,
+      self._own_tokens,
       numerics=models.Numerics.all(self.dtype),
       sampler_sharding=sharding.along_batch(mesh),
     )
@@ -342,7 +350,8 @@ class Policy:
   def _write(self, path, fns, params, dtype) -> None:
     """Writes a model directory, unless it would replace another model."""
     old = pathlib.Path(path) / "config.json"
-    if old.exists() and hf.read_config(path) != fns.config:
+    config = dataclasses.replace(fns.config, unused=())
+    if old.exists() and hf.read_config(path) != config:
       raise InputError(
         f"{path}: contains another model, whose weights would be overwritten;"
         " choose another directory"

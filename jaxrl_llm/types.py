@@ -114,6 +114,12 @@ def mixed(responses: Responses) -> np.ndarray:
   return ((right > 0) & (wrong > 0))[group]
 
 
+def sampled_by(rollout: Rollout, version: int) -> np.ndarray:
+  """Returns the tokens that a version of the policy sampled, bool [B, T]."""
+  own = rollout.mask & (rollout.origin == Origin.POLICY)
+  return own & (rollout.version == version)
+
+
 def is_foreign(rollout: Rollout) -> np.ndarray:
   """Returns responses that another policy wrote, bool [B]."""
   return rollout.origin[:, 0] == int(Origin.OTHER)

@@ -299,7 +299,8 @@ class Sampler(Group, path="sampler"):
     " takes about as long as sampling.")
   parity_check_every = Key(50, COUNT, "Steps between checks that sampler and"
     " trainer have equal weights and log-probs; a difference stops the run. The"
-    " check also runs at startup. 0 compares only the weights, at startup.")
+    " check also runs at startup; sampled tokens are compared in every step."
+    " 0 compares only the weights, at startup.")
 
 
 class SamplerMesh(Group, path="sampler.mesh"):

@@ -13,7 +13,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.packing import next_power_of_two
 from jaxrl_llm.learner.state import TrainingBatch
-from jaxrl_llm.types import Experience, Origin, Rollout, Status
+from jaxrl_llm.types import Experience, Rollout, Status, sampled_by
 
 
 def batch_metrics(
@@ -56,6 +56,7 @@ def experience_metrics(
   row, mask = {}, np.asarray(experience["policy_mask"])
   if "value_mask" in experience and np.any(experience["value_mask"]):
     row["value/explained_variance"] = explained_variance(experience)
+    row |= return_range(experience)
   if not mask.any():
     return row
   advantages = np.asarray(experience["advantages"])[mask]
@@ -79,6 +80,15 @@ def explained_variance(experience: Experience) -> float:
   return _over_rows(masked.explained_variance, *arrays)
 
 
+def return_range(experience: Experience) -> dict[str, float]:
+  """Returns the smallest and the largest target of the critic."""
+  returns = experience["returns"][experience["value_mask"]]
+  return {
+    "value/return_min": float(returns.min()),
+    "value/return_max": float(returns.max()),
+  }
+
+
 def parity(
   rollout: Rollout,
   mask: np.ndarray,
@@ -99,8 +109,7 @@ def parity(
     scored: bool [B], rows that have `old_logprobs`.
     version: version of the policy before the update.
   """
-  same = mask & scored[:, None] & (rollout.version == version)
-  same &= rollout.origin == Origin.POLICY
+  same = mask & scored[:, None] & sampled_by(rollout, version)
   if not same.any():
     return {}
   difference = np.abs(old_logprobs[same] - rollout.behavior_logprobs[same])

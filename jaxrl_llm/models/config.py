@@ -57,7 +57,11 @@ class ModelConfig:
   mlp_bias: bool = False
   tie_word_embeddings: bool = False
   extra: tuple[tuple[str, float], ...] = ()  # See `Family.extra`.
-  adapters: Adapters | None = None  # Not part of config.json.
+  # Not part of config.json.
+  adapters: Adapters | None = None
+  # Ids that are no tokens of the tokenizer: the rows that pad a vocabulary.
+  # Neither sampler nor trainer gives them any probability.
+  unused: tuple[int, ...] = ()
 
   def __post_init__(self):
     rules, extra = families.get(self.family), dict(self.extra)

@@ -161,7 +161,7 @@ class SamplerModel:
       return backend.paged_attention(q, layer, block_tables, positions), layer
 
     states, kv_cache, chosen = self._unrolled(params, tokens, positions, attend)
-    found = transformer.logits(params, states), kv_cache
+    found = transformer.logits(params, states, self.config), kv_cache
     if self.choices is None:
       return found
     return *found, jnp.concatenate(chosen, axis=-1).astype(self.choices.dtype)

@@ -136,12 +136,12 @@ def _on_rows(function, parts):
   return run
 
 
-def _logits(params, tokens, mask, *, backbone):
+def _logits(params, tokens, mask, *, backbone, config):
   segments = mask.astype(jnp.int32)
   positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
   packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
   states, _ = backbone(params, packed)
-  return transformer.logits(merge(params), states)
+  return transformer.logits(merge(params), states, config)
 
 
 def _logprobs(
@@ -258,12 +258,13 @@ def make_policy(
   parts = context.num_shards(sharding, 1)  # Shards of a row.
   backbone = bind(transformer.hidden, **settings)
   in_chunks = {"chunk": head_chunk, "sharding": head_sharding}
+  in_chunks["unused"] = config.unused
   logprobs = bind(_logprobs, backbone=backbone, parts=parts, **in_chunks)
   return ModelFns(
     config=config,
     init=bind(transformer.init, config=config),
     logprobs=_on_rows(logprobs, parts),
-    logits=bind(_logits, backbone=_on_rows(backbone, parts)),
+    logits=bind(_logits, backbone=_on_rows(backbone, parts), config=config),
     states=_on_rows(bind(_states, settings=settings), parts),
     for_sampling=sampled.for_sampling,
     kv_sharding=sampled.backend.kv_sharding,

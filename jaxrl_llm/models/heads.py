@@ -19,6 +19,7 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import context
@@ -61,6 +62,25 @@ def project(hidden: chex.Array, kernel: chex.Array, tied: bool) -> jax.Array:
   return einsum(equation, hidden, kernel.astype(hidden.dtype))
 
 
+def logits(
+  hidden: chex.Array, kernel: chex.Array, tied: bool, unused: tuple[int, ...]
+) -> jax.Array:
+  """Returns float32 logits [..., V], -inf for ids that are not tokens.
+
+  Args:
+    hidden: [..., D], final hidden states.
+    kernel: [V, D] if `tied`, else [D, V].
+    tied: whether `kernel` is the embedding.
+    unused: as in `ModelConfig`.
+  """
+  scores = project(hidden, kernel, tied)
+  if not unused:
+    return scores
+  absent = np.zeros((1,) * hidden.ndim, bool).repeat(scores.shape[-1], -1)
+  absent[..., list(unused)] = True
+  return jnp.where(absent, -jnp.inf, scores)
+
+
 def default_chunk(platform: str, rows: int, time: int, vocabulary: int) -> int:
   """Returns the time steps per chunk of the head.
 
@@ -89,6 +109,7 @@ def chunked_logprobs(
   tied: bool,
   chunk: int,
   sharding: NamedSharding | None = None,
+  unused: tuple[int, ...] = (),
 ) -> TokenLogprobs:
   """Computes log softmax(h W / temperature)[target] and entropy in chunks.
 
@@ -106,6 +127,7 @@ def chunked_logprobs(
       devices along the first axis. The kernel is then gathered once instead of
       in every chunk, and its gradient is summed over groups once; None: one
       device.
+    unused: ids without a token, which have no probability; see `ModelConfig`.
 
   Returns:
     `TokenLogprobs` of float32 [B, T].
@@ -118,15 +140,17 @@ def chunked_logprobs(
   chunk = min(chunk or default_chunk(platform_of(sharding), *sizes), time)
   temperature = jnp.asarray(temperature, jnp.float32)
   arrays = hidden, kernel, targets, mask, temperature
-  return TokenLogprobs(*_logprobs(*arrays, tied, chunk, sharding))
+  return TokenLogprobs(*_logprobs(*arrays, tied, chunk, sharding, unused))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def _logprobs(*arguments):
   return _forward(*arguments)[0]
 
 
-def _forward(hidden, kernel, targets, mask, temperature, tied, chunk, sharding):
+def _forward(
+  hidden, kernel, targets, mask, temperature, tied, chunk, sharding, unused
+):
   whole = _gathered(kernel, hidden.dtype, tied, sharding)
   order, count, hidden_front, targets_front = _loss_first(
     hidden, targets, mask, chunk
@@ -134,15 +158,15 @@ def _forward(hidden, kernel, targets, mask, temperature, tied, chunk, sharding):
 
   def body(i, carry):
     rows = _slice(hidden_front, i, chunk)
-    logits = project(rows, whole, tied) / temperature
-    top = jnp.max(logits, axis=-1)
-    log_sum = jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
+    scaled = logits(rows, whole, tied, unused) / temperature
+    top = jnp.max(scaled, axis=-1)
+    log_sum = jnp.log(jnp.sum(jnp.exp(scaled - top[..., None]), axis=-1))
     # Gathered from the logits: XLA would store log-probs to gather from them.
     picked = jnp.take_along_axis(
-      logits, _slice(targets_front, i, chunk)[..., None], axis=-1
+      scaled, _slice(targets_front, i, chunk)[..., None], axis=-1
     )[..., 0]
     picked = picked - top - log_sum
-    logp = logits - top[..., None] - log_sum[..., None]
+    logp = _finite(scaled - top[..., None] - log_sum[..., None], unused)
     entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
     found = picked, entropy, top, log_sum
     return tuple(_update(old, new, i, chunk) for old, new in zip(carry, found))
@@ -155,7 +179,12 @@ def _forward(hidden, kernel, targets, mask, temperature, tied, chunk, sharding):
   return outputs, (hidden, kernel, targets, mask, temperature, found[1:])
 
 
-def _backward(tied, chunk, sharding, residuals, cotangents):
+def _finite(logp, unused):
+  """Bounds log-probs from below: 0 times -inf would be NaN."""
+  return jnp.maximum(logp, jnp.finfo(logp.dtype).min) if unused else logp
+
+
+def _backward(tied, chunk, sharding, unused, residuals, cotangents):
   hidden, kernel, targets, mask, temperature, of_tokens = residuals
   whole = _gathered(kernel, hidden.dtype, tied, sharding)
   groups = _groups(len(hidden), sharding)
@@ -182,7 +211,8 @@ def _backward(tied, chunk, sharding, residuals, cotangents):
       _slice(x, i, chunk)[..., None]
       for x in (targets_front, *g_front, *of_tokens)
     )
-    logp = project(rows, whole, tied) / temperature - top - log_sum
+    scaled = logits(rows, whole, tied, unused) / temperature
+    logp = _finite(scaled - top - log_sum, unused)
     p = jnp.exp(logp)
     # ∂logπ(a)/∂z = 1[a] − π;  ∂H/∂z = −π (log π + H).
     d_logits = g_lp * ((vocabulary == target) - p)

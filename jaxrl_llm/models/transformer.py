@@ -219,9 +219,11 @@ def head(params: Params) -> tuple[jax.Array, bool]:
   return params["embed"]["embedding"], True
 
 
-def logits(params: Params, states: chex.Array) -> jax.Array:
+def logits(
+  params: Params, states: chex.Array, config: ModelConfig
+) -> jax.Array:
   """Returns float32 logits [..., V] of final hidden states [..., D]."""
-  return heads.project(states, *head(params))
+  return heads.logits(states, *head(params), config.unused)
 
 
 def hidden(

@@ -1,7 +1,8 @@
 """Transfers the policy's weights to the sampler and verifies them."""
 
 from jaxrl_llm.sync.parity import (
-  inexact as inexact,
+  Tolerance as Tolerance,
+  check_sampled as check_sampled,
   make_parity_check as make_parity_check,
   parity_tokens as parity_tokens,
   tolerance as tolerance,

@@ -48,8 +48,8 @@ def make_run(config: Any) -> Run:
   config = config_lib.with_absolute_paths(config)
   both = meshes.make_meshes(config)
   path = base_models.model_path(config)
-  model_config = hf.read_config(path)
   tokenizer = Tokenizer(path)
+  model_config = _with_unused(hf.read_config(path), tokenizer)
   data.check_context(config, model_config, tokenizer)
   fns = make_fns(config, model_config, both)
   if hf.is_model(config.value.init_from):
@@ -93,6 +93,7 @@ def make_run(config: Any) -> Run:
     learner=learner,
     transfer=transfer,
     parity_check=sampler.make_parity_check(config, dropless, both, transfer),
+    check_batch=sampler.make_batch_check(config, policy_fns, both, tokenizer),
     pretraining=_make_pretraining(config, worker, learner),
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from
@@ -167,6 +168,11 @@ def make_fns(
   if config.value.ensemble:
     value = choices.ENSEMBLES[config.value.ensemble].fns(value)
   return policy, value
+
+
+def _with_unused(model_config, tokenizer) -> models.ModelConfig:
+  unused = tokenizer.unused(model_config.vocab_size)
+  return dataclasses.replace(model_config, unused=unused)
 
 
 def _trainer_settings(config, model_config, both) -> dict[str, Any]:
@@ -267,6 +273,7 @@ def _make_frozen(
       tokenizer.check_same(Tokenizer(path))
       model_config = hf.read_config(path)
       data.check_context(config, model_config, tokenizer)
+      model_config = _with_unused(model_config, tokenizer)
       # A capacity is for training: a score must not depend on other tokens.
       fns = _make_policy_fns(config, model_config, both, expert_capacity=0)
       read_params = functools.partial(

@@ -38,7 +38,11 @@ def iterate(
     ready=len(states.batches),
   ) as written:
     # 4. Score, 5. estimate, 6. pack, 7. update.
-    watch = scored.append if shows else None
+    def watch(batch):
+      run.check_batch(batch)
+      if shows:
+        scored.append(batch)
+
     learner, row, batch = _learn(run, states, written, timer, watch)
     with timer.phase("wait"):
       collected = [future.result() for future in written]
@@ -101,15 +105,16 @@ def check_sampler(
   """Checks that sampler and trainer have equal weights and log-probs.
 
   Weights must have the same checksums and, unless `sampler.parity_check_every`
-  is 0, give fixed tokens the same log-probs. This is checked only at each start
-  and every few steps: within a process, only a bug can make them differ.
+  is 0, give fixed tokens the same log-probs in the built-in engine. This is
+  checked only at each start and every few steps: within a process, only a bug
+  can make them differ. Sampled tokens are compared in every step.
 
   Raises:
     SyncError: They differ, so samples would not be from the policy.
   """
   params = states.learner.params("policy")
   sync.verify(weights, run.transfer.checksums(params), version=states.step)
-  if not run.config.sampler.parity_check_every:
+  if run.parity_check is None or not run.config.sampler.parity_check_every:
     return {}
   error = run.parity_check(params, weights)
   return {"sampler_trainer/parity_error": error}

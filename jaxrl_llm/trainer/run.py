@@ -9,7 +9,7 @@ from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.evaluate import Evaluator
 from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.learner.state import LearnerState
+from jaxrl_llm.learner.state import LearnerState, TrainingBatch
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.records import Batch, RolloutState
@@ -30,8 +30,11 @@ class Run:
   pipeline: Pipeline  # From the worker to the learner.
   learner: Learner
   transfer: sync.WeightTransfer  # From the policy to the sampler.
-  # (params, sampler weights) -> difference of their log-probs.
-  parity_check: Callable[[Any, sync.VersionedWeights], float]
+  # (params, sampler weights) -> difference of their log-probs of fixed tokens;
+  # None with a registered engine.
+  parity_check: Callable[[Any, sync.VersionedWeights], float] | None
+  # Raises if a scored batch has other log-probs than the trainer's.
+  check_batch: Callable[[TrainingBatch], None]
   pretraining: ValuePretraining | None  # None without a critic or pretraining.
   # (policy parameters) -> initial parameters of the critic.
   critic_params: Callable[[Any], Any]

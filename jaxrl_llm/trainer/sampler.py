@@ -1,5 +1,6 @@
 """The sampler of a run: its engine, and the transfer of the policy."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +11,8 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import sampling, sharding, sync
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.learner import choices
-from jaxrl_llm.models import ModelFns
+from jaxrl_llm.learner.state import TrainingBatch
+from jaxrl_llm.models import ModelFns, experts
 from jaxrl_llm.models.adapters import FACTORS
 from jaxrl_llm.rollout.engine import ENGINES, RolloutEngine
 from jaxrl_llm.sampling import Engine, EngineConfig
@@ -96,8 +98,13 @@ def make_transfer(
 
 def make_parity_check(
   config: Any, fns: ModelFns, meshes: Meshes, transfer: sync.WeightTransfer
-) -> Callable[[Any, sync.VersionedWeights], float]:
-  """Makes the check that both meshes give equal log-probs."""
+) -> Callable[[Any, sync.VersionedWeights], float] | None:
+  """Makes the check that both meshes give fixed tokens equal log-probs.
+
+  It is None if a registered engine samples: it would compare another program.
+  """
+  if config.sampler.engine:
+    return None
   longest = config.data.max_prompt_length + config.sampler.max_response_length
   page_size = default_page_size(longest)
   tokens = sync.parity_tokens(
@@ -105,17 +112,63 @@ def make_parity_check(
     # Divisible by the number of row shards on both sides.
     rows=math.lcm(*map(sharding.slots_size_of, meshes)),
     length=min(page_size + _BEYOND_A_PAGE, longest),
+    unused=fns.config.unused,
   )
+  return sync.make_parity_check(
+    fns,
+    tokens,
+    tolerance=_tolerance(config, meshes).fixed,
+    page_size=page_size,
+    send=transfer.send if config.sampler.exact else None,
+  )
+
+
+def _tolerance(config: Any, meshes: Meshes) -> sync.Tolerance:
   model = config.model
   dtypes = [model.dtype, model.sampler_dtype, model.cache_dtype]
   sampled = model.sampler_matmul or model.matmul
   if sampled != model.matmul or "fp8" in (sampled, model.matmul):
     dtypes += [sampled, model.matmul]
   platforms = {mesh.devices.flat[0].platform for mesh in meshes}
-  return sync.make_parity_check(
-    fns,
-    tokens,
-    tolerance=sync.tolerance(*filter(None, dtypes), platforms=platforms),
-    page_size=page_size,
-    send=transfer.send if config.sampler.exact else None,
-  )
+  return sync.tolerance(*filter(None, dtypes), platforms=platforms)
+
+
+def make_batch_check(
+  config: Any, fns: ModelFns, meshes: Meshes, tokenizer: Tokenizer
+) -> Callable[[TrainingBatch], None]:
+  """Makes the check of the log-probs of a scored batch, by any engine.
+
+  There is no limit where the sampler is meant to have another distribution:
+  processors change it, and a capacity of experts changes the trainer's. Where
+  two experts are equally good, rounding decides between them, so single tokens
+  of a model with experts may differ by any amount.
+
+  Raises:
+    SyncError: As in `sync.check_sampled`; with `sampler.exact`, if any bit
+      differs.
+  """
+  sampler, tolerance = config.sampler, _tolerance(config, meshes)
+  # A temperature below 1 multiplies the logits, with their errors.
+  scale = 1 / min(sampler.temperature, 1)
+  token = math.inf if experts.kinds(fns.config) else scale * tolerance.token
+  tolerance = tolerance._replace(mean=scale * tolerance.mean, token=token)
+  differs = sampler.processors or sampler.entropy_tau
+  differs = differs or config.model.expert_capacity
+  if sampler.exact:
+    tolerance = sync.Tolerance(0, 0, 0)
+  elif differs or not sampler.parity_check_every:
+    return lambda batch: None
+  engine = f"engine {sampler.engine!r}" if sampler.engine else "the sampler"
+
+  def check(batch):
+    sync.check_sampled(
+      batch.rollout,
+      batch.scores["old_logprobs"],
+      batch.scores["scored"],
+      version=batch.step,
+      tolerance=tolerance,
+      engine=engine,
+      decode=functools.partial(tokenizer.decode, skip_special=False),
+    )
+
+  return check

@@ -151,7 +151,9 @@ class TestPieces:
       tmp_path, tokenizer__json=words.to_str(), config__json={"eos_token_id": 5}
     )
     tokenizer = Tokenizer(path)
-    assert tokenizer.vocab_size == 6  # Ids 3 and 4 are unused.
+    assert tokenizer.vocab_size == 6
+    assert tokenizer.unused(6) == (2, 3, 4) and tokenizer.unused(2) == ()
+    assert tokenizer.unused(9) == (2, 3, 4, 6, 7, 8)
     assert tokenizer.decode([0, 1, 1]) == "a b b"
     assert tokenizer.pieces([0, 1, 1]) == ["a", " b", " b"]
 

@@ -1,14 +1,15 @@
 """A user-defined engine: a server with a JSON interface."""
 
 import json
+import re
 
 import pytest
 from helpers import doors, tiny_run
 
-from jaxrl_llm import register
+from jaxrl_llm import metrics, register, sync
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sampling import Engine, EngineStats, new_requests
-from jaxrl_llm.trainer import build
+from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import Origin, Status, join_rows
 
 REASONS = {"stop": Status.FINISHED, "length": Status.OVERLONG}
@@ -108,6 +109,9 @@ def test_a_server_trains_as_the_built_in_engine_does(model, tmp_path):
     tiny_run.comparable(tmp_path / "server"),
     tiny_run.comparable(tmp_path / "built in"),
   ):
+    # Fixed tokens are decoded by the built-in engine only.
+    assert "sampler_trainer/parity_error" not in got
+    wanted.pop("sampler_trainer/parity_error", None)
     wanted = {k: v for k, v in wanted.items() if k not in of_the_engine}
     got = {k: v for k, v in got.items() if k not in of_the_engine}
     assert got.keys() == wanted.keys()
@@ -115,6 +119,44 @@ def test_a_server_trains_as_the_built_in_engine_does(model, tmp_path):
       # Rounding depends on batch sizes.
       assert got[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
   assert rows[-1]["rollout/tokens"] == expected[-1]["rollout/tokens"]
+
+
+class Stale(Client):
+  """From version 1 on, the log-prob of one token is of other weights."""
+
+  def generate_window(self, params, requests, **given):
+    rows = super().generate_window(params, requests, **given)
+    if given["version"] == 1:
+      rows.behavior_logprobs[5, 2] -= 0.19
+    return rows
+
+
+def test_one_wrong_log_prob_of_a_server_stops_the_run(model, tmp_path):
+  register.engine("stale", Stale)
+  run = build.make_run(doors.make_config(model, sampler__engine="stale"))
+  with pytest.raises(sync.SyncError) as error:
+    loop.train(run, tmp_path)
+  said = str(error.value)
+  assert said.startswith("step 2: the log-probs of engine 'stale' differ")
+  named = r"token \d+ \('.*'\) at position 2 of response \d+, .* version 1: "
+  assert re.search(named + r"-\S+ and -\S+ \(difference 0\.19 nats", said)
+  rows = metrics.read_rows(tmp_path / "metrics.jsonl")
+  assert [row["step"] for row in rows] == [0, 1]
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"model__sampler_dtype": "bfloat16"},  # What the server computes in.
+    {"sampler__parity_check_every": 0},
+  ],
+)
+def test_a_declared_precision_or_no_check_lets_it_go_on(
+  model, tmp_path, changes
+):
+  register.engine("stale", Stale)
+  rows = doors.train(model, tmp_path, sampler__engine="stale", **changes)
+  assert rows[2]["sampler_trainer/logprob_diff_max"] > 0.1
 
 
 @pytest.mark.parametrize(

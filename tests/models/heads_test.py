@@ -98,6 +98,32 @@ class TestChunkedLogprobs:
     for x in (*outputs, d_hidden):
       assert not np.any(np.asarray(x)[~mask])
 
+  @pytest.mark.parametrize("tied", [True, False])
+  def test_unused_ids_have_no_probability(self, tied):
+    unused = (4, 9, *range(15, V))  # Holes, and padding at the end.
+    hidden, kernel, _, pulls = _inputs(tied)
+    used = np.delete(np.arange(V), unused)
+    places = np.random.default_rng(5).integers(0, used.size, (B, T))
+    rest = MASKS["holes"], jnp.float32(0.6), pulls
+    got, (d_hidden, d_kernel) = _value_and_grad(
+      *(hidden, kernel, used[places], *rest),
+      function=_function("chunked", tied=tied, chunk=4, unused=unused),
+    )
+    # The same as in a head without these rows.
+    axis = 0 if tied else 1
+    expected = _value_and_grad(
+      *(hidden, jnp.take(kernel, used, axis), places, *rest),
+      function=_function("chunked", tied=tied, chunk=4),
+    )
+    rows = jnp.take(d_kernel, used, axis)
+    chex.assert_trees_all_close(
+      (got, (d_hidden, rows)), expected, rtol=2e-5, atol=2e-6
+    )
+    assert not jnp.take(d_kernel, np.asarray(unused), axis).any()
+    logits = np.asarray(heads.logits(hidden, kernel, tied, unused))
+    assert (logits[..., list(unused)] == -np.inf).all()
+    assert np.isfinite(logits[..., used]).all()
+
   def test_huge_logits_stay_finite(self):
     hidden, _, targets, _ = _inputs(True)
     out = _chunked(True, hidden * 1e4, targets, MASKS["full"])

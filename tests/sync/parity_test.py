@@ -5,10 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny
+from helpers.tiny_experience import MASK, make_rollout
 
 from jaxrl_llm import models, sync
+from jaxrl_llm.types import Origin
 
 TOKENS = sync.parity_tokens(67, rows=4, length=10)  # Three pages per row.
+ROW_0 = np.zeros(MASK.shape, int)
+ROW_0[0] = 1
 
 
 def _fns(dtype, cache=None):
@@ -25,7 +29,7 @@ def _make_check(fns, dtype):
   return sync.make_parity_check(
     fns,
     TOKENS,
-    tolerance=sync.tolerance(jnp.dtype(dtype).name, platforms=["cpu"]),
+    tolerance=sync.tolerance(jnp.dtype(dtype).name, platforms=["cpu"]).fixed,
     page_size=4,
   )
 
@@ -108,12 +112,71 @@ class TestParityCheck:
     assert TOKENS.min() >= 0 and TOKENS.max() < 67
 
 
+class TestSampled:
+  """The log-probs of sampled tokens, each and on average."""
+
+  def check(self, theirs, ours=-1.0, *, scored=True, name="float32", **fields):
+    rollout = make_rollout()
+    shape = rollout.mask.shape
+    rollout = rollout.replace(
+      behavior_logprobs=np.where(rollout.mask, theirs, np.nan), **fields
+    )
+    sync.check_sampled(
+      rollout,
+      np.full(shape, ours),
+      np.broadcast_to(scored, shape[0]),
+      version=0,
+      tolerance=sync.tolerance(name, platforms=["cpu"]),
+      engine="engine 'x'",
+      decode=lambda tokens: f"<{tokens[0]}>",
+    )
+
+  def one_off(self, by):
+    rollout = make_rollout()
+    theirs = np.full(rollout.mask.shape, -1.0)
+    theirs[0, 2] += by
+    return theirs
+
+  @pytest.mark.parametrize("by", [0.02, -0.19, np.nan, -np.inf])
+  def test_names_the_token_with_the_largest_difference(self, by):
+    token = make_rollout().tokens[0, 2]
+    with pytest.raises(sync.SyncError) as error:
+      self.check(self.one_off(by))
+    said = str(error.value)
+    assert "step 1: the log-probs of engine 'x' differ" in said
+    assert f"token {token} ('<{token}>') at position 2 of response" in said
+    assert "\n" not in said and f"{-1.0 + by:.5g} and -1 (" in said
+
+  def test_rounding_passes(self):
+    self.check(self.one_off(1e-3))
+    self.check(self.one_off(0.3), name="bfloat16")
+    # Relative to the log-prob of an improbable token.
+    self.check(-30.02, -30.0)
+    with pytest.raises(sync.SyncError, match="mean 0.002, limit 0.001"):
+      self.check(-1.002)
+    with pytest.raises(sync.SyncError, match="engine 'x'"):
+      self.check(0.0, -30.0)  # Not filled in.
+
+  @pytest.mark.parametrize(
+    "fields",
+    [
+      {"scored": [False, True, True]},
+      {"version": 1 * ROW_0},
+      {"origin": int(Origin.FOREIGN) * ROW_0},
+      {"origin": int(Origin.OTHER) * ROW_0},
+    ],
+  )
+  def test_other_tokens_may_differ(self, fields):
+    self.check(self.one_off(-3.0), **fields)
+    self.check(np.nan, scored=False)
+
+
 class TestTolerance:
   def test_is_that_of_the_coarsest_dtype(self):
-    tolerance = lambda *names: sync.tolerance(*names, platforms=["cpu"])
+    tolerance = lambda *names: sync.tolerance(*names, platforms=["cpu"]).fixed
     assert tolerance("float32") == tolerance("float32", "float32") == 1e-5
     assert tolerance("float32", "bfloat16") == tolerance("bfloat16") == 2e-2
 
   def test_accelerators_multiply_in_fewer_bits(self):
     for platforms in (["tpu"], {"cpu", "gpu"}):
-      assert sync.tolerance("float32", platforms=platforms) == 2e-2
+      assert sync.tolerance("float32", platforms=platforms).fixed == 2e-2

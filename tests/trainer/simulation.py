@@ -402,6 +402,7 @@ def make_run(config) -> Run:
     learner=_Learner(),
     transfer=_TRANSFER,
     parity_check=lambda params, weights: 0.0,
+    check_batch=lambda batch: None,
     pretraining=None,
     critic_params=None,
     evaluators=[_Evaluator()],
