@@ -33,6 +33,7 @@ def _healthy(steps=100, seed=0):
         "step": step,
         "reward/accuracy": min(0.3 + 0.65 * done + 0.02 * noise[0], 0.99),
         "reward/std": 0.9,
+        "reward/mean": 0.4,
         "policy/entropy": 0.5 * (0.02 / 0.5) ** done * (1 + 0.1 * noise[1]),
         "policy/approx_kl": 1e-4 * math.exp(noise[2]),
         "policy/ratio_max": 1.2 * math.exp(abs(noise[3])),
@@ -155,9 +156,15 @@ class TestRules:
     ),
     ("kl_jump", ([0.2],), "KL is 0.2 "),  # However short the past.
     # The first row alone; later only three in a row.
-    ("all_wrong", ([0.0], [0.0]), "in the first step"),
-    ("all_right", ([1.0], [0.0]), "in the first step"),
-    ("all_wrong", ([0.1] + [0.0] * 3, [0.6] + [0.0] * 3), "for 3 steps"),
+    ("all_wrong", ([0.0], [0.0], [0.0]), "in the first step"),
+    ("all_right", ([1.0], [0.0], [1.0]), "in the first step"),
+    (
+      "all_wrong",
+      ([0.1] + [0.0] * 3, [0.6] + [0.0] * 3, [0.2] * 4),
+      "for 3 steps",
+    ),
+    # Equal up to rounding, whatever their size.
+    ("all_right", ([1.0], [0.05], [-1e6]), "in the first step"),
   ],
 )
 def test_what_is_a_fault(rule, values, said):
@@ -167,7 +174,8 @@ def test_what_is_a_fault(rule, values, said):
 @pytest.mark.parametrize(
   ("rule", "values"),
   [
-    ("all_wrong", ([0.1, 0.0, 0.0], [0.6, 0.0, 0.0])),
+    ("all_wrong", ([0.1, 0.0, 0.0], [0.6, 0.0, 0.0], [0.1, 0.0, 0.0])),
+    ("all_wrong", ([0.0], [2e-7], [1e-6])),  # Small, but not equal.
     # A solved task; a fall with a gain; over more steps; one outlier; fewer
     # rows than the steps of a fall.
     ("entropy_collapse", ([0.06] * 20, [0.5] * 20)),

@@ -28,7 +28,8 @@ ACCURACY_GAIN = 0.05
 # Consecutive rows with equal rewards that rule out chance in small batches. In
 # the first row of a run a single one suffices: the setup is then at fault.
 SAME_REWARDS_STEPS = 3
-# Maximum standard deviation of equal rewards, which is not 0 due to rounding.
+# Maximum standard deviation of equal rewards, relative to their mean: it is not
+# 0 due to rounding.
 SAME_REWARDS_SPREAD = 1e-5
 # A useful critic on hard data fluctuates around 0: it may be below for a row or
 # two.
@@ -84,10 +85,17 @@ def same_rewards(accuracy: float, text: str) -> Find:
   are correct, or all incorrect.
   """
 
-  def find(accuracies: Sequence[float], spreads: Sequence[float]) -> str | None:
+  def find(
+    accuracies: Sequence[float],
+    spreads: Sequence[float],
+    means: Sequence[float],
+  ) -> str | None:
     latest = accuracies[-SAME_REWARDS_STEPS:]
     steps = len(latest)
-    if set(latest) != {accuracy} or max(spreads[-steps:]) > SAME_REWARDS_SPREAD:
+    spread = zip(spreads[-steps:], means[-steps:])
+    if set(latest) != {accuracy} or any(
+      std > SAME_REWARDS_SPREAD * abs(mean) for std, mean in spread
+    ):
       return None
     return (
       f"{text} {'in the first step' if steps == 1 else f'for {steps} steps'}"
@@ -164,12 +172,12 @@ RULES = {
     "the responses to a prompt become identical, so nothing new is explored;"
     " raise loss.clip_high, loss.entropy_coefficient or sampler.temperature, or"
     " lower optimizer.policy.learning_rate"),
-  "all_wrong": Rule(("reward/accuracy", "reward/std"),
+  "all_wrong": Rule(("reward/accuracy", "reward/std", "reward/mean"),
     same_rewards(0.0, "no response was correct"),
     "there is nothing to learn from; see samples.jsonl, check reward.name and"
     " data.template, choose easier problems with data.settings, or raise"
     " data.group_size"),
-  "all_right": Rule(("reward/accuracy", "reward/std"),
+  "all_right": Rule(("reward/accuracy", "reward/std", "reward/mean"),
     same_rewards(1.0, "every response was correct"),
     "there is nothing left to learn; choose harder problems with data.settings"
     " or data.path, or end the run with run.steps; check samples.jsonl for a"
@@ -196,8 +204,11 @@ RULES = {
   "sampler_mismatch": Rule(("sampler_trainer/logprob_diff_mean",),
     above(0.05, "log-probabilities of sampler and trainer differ by {:.3g} nats"
       " per token"),
-    "the policy is trained on responses of a different policy; set"
-    " model.sampler_dtype, model.cache_dtype or model.dtype to float32"),
+    "the policy is trained on responses of a different policy; correct for it"
+    " with off_policy.correction, or set model.sampler_matmul to '',"
+    " model.sampler_dtype, model.cache_dtype or model.dtype to float32,"
+    " model.expert_capacity or sampler.entropy_tau to 0 or sampler.processors"
+    " to ()"),
   "kl_jump": Rule(("policy/approx_kl",), kl_jump,
     "a single large step may undo many steps of progress; lower"
     " optimizer.policy.learning_rate or optimizer.policy.max_grad_norm"),
@@ -229,9 +240,19 @@ class Health:
   rows that lack one of its metrics; NaN counts as missing.
   """
 
-  def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
-    """Continues from earlier rows, as returned by `read_rows`."""
-    self._seen = {name: collections.deque(maxlen=WINDOW) for name in RULES}
+  def __init__(
+    self,
+    rows: Iterable[Mapping[str, Any]] = (),
+    rules: Mapping[str, Rule] = RULES,
+  ):
+    """Continues from earlier rows, as returned by `read_rows`.
+
+    Args:
+      rows: earlier rows.
+      rules: rules by name.
+    """
+    self._rules = rules
+    self._seen = {name: collections.deque(maxlen=WINDOW) for name in rules}
     self._held = {}  # Rule -> step at which it last held.
     self._said = {}  # Rule -> step of its last reported warning.
     for row in rows:
@@ -251,7 +272,7 @@ class Health:
       observation, why it matters, and the settings to change).
     """
     holds, warnings = {}, []
-    for name, rule in RULES.items():
+    for name, rule in self._rules.items():
       values = tuple(_value(row, metric) for metric in rule.needs)
       if None in values:
         continue

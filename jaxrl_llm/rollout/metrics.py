@@ -78,6 +78,8 @@ def _reward_metrics(responses: Responses) -> dict[str, float]:
   own = {
     "reward/mean": float(rewards.mean()),
     "reward/std": float(rewards.std()),
+    "reward/min": float(rewards.min()),
+    "reward/max": float(rewards.max()),
     "reward/accuracy": float(responses.correct[rows].mean()),
   }
   parts = {}

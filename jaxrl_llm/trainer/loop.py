@@ -45,6 +45,7 @@ from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.system import processes, signals
 from jaxrl_llm.system.processes import of_first
 from jaxrl_llm.trainer import speed, summary
+from jaxrl_llm.trainer.bounds import bounds
 from jaxrl_llm.trainer.iteration import check_sampler, iterate, sampled_with
 from jaxrl_llm.trainer.run import Run, States, restore, save
 from jaxrl_llm.trainer.value_pretraining import CHECKPOINTS
@@ -221,7 +222,8 @@ def _train_on(
   config = run.config
   # All rows so far, so that a resumed run gives the same warnings.
   rows = folder.rows()
-  health = metrics.Health(rows)
+  rules = metrics.RULES | bounds(config, run.learner)
+  health = metrics.Health(rows, rules)
   unjudged = functools.reduce(_unjudged_in_a_row, rows, 0)
   try:
     while states.step < config.run.steps and not stopped.agreed():
@@ -269,9 +271,7 @@ def _train_on(
 def _step(run, states, weights, saver, logger, timer, health) -> tuple:
   """Makes a step and logs its row; also returns warnings about it."""
   states, weights, row = iterate(run, states, weights, timer, logger)
-  step, off = states.step, row.get("sampler_trainer/logprob_diff_max", 0.0)
-  if run.config.sampler.exact and off != 0:
-    raise sync.inexact(off)
+  step = states.step
   if step % run.config.eval.every == 0 or step == run.config.run.steps:
     with timer.phase("evaluate"):
       row |= evaluate(run, states, weights, logger)

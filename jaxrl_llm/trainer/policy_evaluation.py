@@ -18,7 +18,7 @@ from jaxrl_llm.rollout.worker import run_key
 from jaxrl_llm.system import plugin
 from jaxrl_llm.trainer import build
 from jaxrl_llm.trainer.run import Run
-from jaxrl_llm.types import Rollout
+from jaxrl_llm.types import Responses, Rollout
 
 # Lengths for a model directory, if its context is long enough.
 _PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 2048
@@ -126,6 +126,8 @@ def evaluations(
     for one in run.evaluators:  # They share the engine and its programs.
       writer = dataclasses.replace(one.writer, key=key)
       found = dataclasses.replace(one, writer=writer, search=how)(params)
+      if search:
+        _check_rewards(run, found.responses)
       if values is not None:
         rollout = found.responses.rollout
         found = dataclasses.replace(found, values=values(rollout))
@@ -164,6 +166,19 @@ def _critic_values(policy: Any, run: Run) -> Callable[[Rollout], np.ndarray]:
     return every[np.arange(last.size), last]
 
   return values
+
+
+def _check_rewards(run: Run, responses: Responses) -> None:
+  """Reports rewards outside the interval that a search assumes."""
+  low, high = run.config.reward.incorrect, run.config.reward.correct
+  rewards = responses.rewards[responses.judged]
+  if rewards.size and not low <= rewards.min() <= rewards.max() <= high:
+    run.judge.tell(
+      f"rewards are {rewards.min():.3g} to {rewards.max():.3g}, but the search"
+      " read the critic's values as chances between"
+      f" config.reward.incorrect={low:g} and config.reward.correct={high:g};"
+      " set them to the rewards of wrong and right responses"
+    )
 
 
 def _make_search(

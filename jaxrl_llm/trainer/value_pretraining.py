@@ -20,6 +20,7 @@ from jaxrl_llm.rollout.records import RolloutState
 from jaxrl_llm.rollout.worker import RolloutWorker
 from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.system import processes
+from jaxrl_llm.trainer.bounds import bounds
 
 FILE = "value_pretrain.jsonl"
 FOLDER = "value_pretrained"  # The critic's parameters.
@@ -101,11 +102,14 @@ class ValuePretraining:
         best=jax.tree.map(jnp.copy, learner.critic.trained),
       )
       rows.truncate_after(state.number - 1)
+      health = metrics.Health(rules=bounds(self.config, self.learner))
       done, stop = False, stopped.agreed()
       while not (done or stop):
         logger.phase(f"value pretraining {state.number}/{self._last}")
         state, row, done = self._step(learner, state, weights)
         rows.log(state.number - 1, row)
+        for line in health.check(state.number, row)[1]:
+          logger.event(f"value pretraining, {line}")
         stop = stopped.agreed()
         due = stop or state.number % self.config.checkpoint.every == 0
         if due and not done:
@@ -165,6 +169,7 @@ class ValuePretraining:
     batch = trained.measure(learner, "critic", responses, rng)
     explained = learner_metrics.explained_variance(batch.experience)
     row = {_OUTCOMES if outcomes else _EXPLAINED: explained}
+    row |= learner_metrics.return_range(batch.experience)
     if (judged := responses.judged).any():
       row["reward/accuracy"] = float(responses.correct[judged].mean())
     best, waited, done = {}, state.waited, False
