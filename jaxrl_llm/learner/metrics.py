@@ -83,6 +83,8 @@ def explained_variance(experience: Experience) -> float:
 def return_range(experience: Experience) -> dict[str, float]:
   """Returns the smallest and the largest target of the critic."""
   returns = experience["returns"][experience["value_mask"]]
+  if not returns.size:
+    return {}
   return {
     "value/return_min": float(returns.min()),
     "value/return_max": float(returns.max()),

@@ -60,9 +60,7 @@ def make_run(config: Any) -> Run:
   learner.frozen, teachers = _make_frozen(config, learner, tokenizer, both)
   policy_fns, shapes = fns[0], models.merge(learner.policy.params)
   # The sampler has no expert capacity, so parity is checked without one.
-  dropless = _make_policy_fns(
-    config, policy_fns.config, both, expert_capacity=0
-  )
+  dropless = _make_policy_fns(config, fns[0].config, both, expert_capacity=0)
   rewarded = bool({"rewards", "correct"} & learner.algorithm.leaves)
   source, problems = data.make_prompts(config, tokenizer, rewarded=rewarded)
   if view := choices.VIEWS.switched_on(config.value):
