@@ -5,7 +5,7 @@ A detector that was tuned on one simulator may be overfitted to it.
 level; settings may be chosen on it. `unseen` has heavy tails, drifting levels,
 quantised counters and other faults; no setting of the detector was chosen on
 it. Both draw faults of 3 to 8 standard deviations of the per-second noise, and
-at least 30 % of the host's level; the hard profile doubles noise, drifts,
+at least half or 30 % of the host's level; the hard profile doubles noise, drifts,
 bursts and differences between hosts.
 """
 
@@ -103,7 +103,7 @@ def _unit_fault(rng, x, noise, group, kind) -> None:
   quiet = rng.uniform(0.75, 1.0)
   for k in group:
     size = noise[k] * rng.uniform(3, 8) * rng.choice([-1, 1])
-    size *= max(1.0, 0.3 * np.nanmedian(x[:, k]) / abs(size))
+    size *= max(1.0, 0.5 * np.nanmedian(x[:, k]) / abs(size))
     if kind == "shift":
       x[:, k] += size
     elif kind == "ramp":
