@@ -1,11 +1,12 @@
 """Pairs of features, trained for three steps and resumed after the first.
 
 A case is a method with features that its config accepts; together, the cases
-cover every method and every pair of features that some method accepts. In all
-cases, metrics are finite, no update is skipped, each response reaches each of
-its losses exactly once, losses are over tokens that the policy wrote, their
-weights sum to the value of the loss mode, learning rates decay to the last
-step, and a resumed run repeats the uninterrupted one.
+cover every method and every pair of features that some method accepts. SFT and
+distillation are methods that meet every feature that they accept. In all cases,
+metrics are finite, no update is skipped, each response reaches each of its
+losses exactly once per step, losses are over tokens that the policy wrote (in
+SFT, the data), their weights sum to the value of the loss mode, learning rates
+decay to the last step, and a resumed run repeats the uninterrupted one.
 """
 
 import collections
@@ -16,7 +17,7 @@ import zlib
 import numpy as np
 import pytest
 import reference
-from helpers import configs, tiny_run
+from helpers import configs, tiny_experts, tiny_run
 
 from jaxrl_llm import register, rewards
 from jaxrl_llm.errors import InputError
@@ -25,6 +26,7 @@ from jaxrl_llm.learner import members
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.rollout.worker import RolloutWorker
 from jaxrl_llm.trainer import build, loop, validation
+from jaxrl_llm.types import Origin
 
 STEPS = 3
 PROMPTS, GROUP = 4, 4
@@ -66,8 +68,18 @@ FEATURES = {
     "value.lora_rank": 4,
     "model.base_dtype": "int8",
   },
+  "experts": {"model.replay_routing": True},  # Of another model.
+  "categorical": {"value.head": "categorical"},
+  "curriculum": {"data.order": "dps", "data.pool": 40},
+  "replay": {
+    "schedule.replay": 0.5,
+    "schedule.replay_keep": "all",
+    "schedule.replay_capacity": 9,
+  },
 }
-OF_CRITICS = {"reads_logprobs", "reward_model_start"}
+OF_CRITICS = {"reads_logprobs", "reward_model_start", "categorical"}
+# Methods whose cases have every feature that they accept.
+WITH_ALL = ("sft", "distill")
 CASES = [
   line.split()
   for line in """\
@@ -83,19 +95,32 @@ ppo_ewma reward_model_start dynamic_sampling reads_logprobs epochs \
 tppo mesh window drafter lag kept_weights mini_batches epochs adapters
 rloo adapters streaming environment
 vc_ppo streaming environment frozen reward_model_start reads_logprobs mesh
+vapo average categorical curriculum drafter dynamic_sampling environment \
+  epochs experts frozen lag mesh mini_batches reads_logprobs replay \
+  reward_model_start
+vapo adapters categorical curriculum experts first_groups window
+vc_ppo categorical curriculum experts streaming
+areal curriculum experts kept_weights
+vapo adapters replay
+sft adapters drafter epochs experts mesh mini_batches
+sft frozen
+distill adapters average curriculum drafter dynamic_sampling environment \
+  epochs experts lag mesh mini_batches replay
+distill first_groups frozen
+distill streaming
 """.splitlines()
 ]
-# Methods that are not combined with features: 'sft' samples no rollouts, 'sgpo'
-# needs a profile, and 'replay' and 'dart' train on tokens in several steps.
+# Methods that are not combined with features: 'sgpo' needs a profile, and
+# 'replay' and 'dart' are features.
 # 'grpo' and 'dr_grpo' differ from 'mc_grpo', and 'reinforce_pp_baseline' from
 # 'reinforce_pp', in a few settings only (method_configs_test.py).
 # Further parts are trained and resumed in tests/methods: curricula (including
 # adhint's hints and scope's repairs) in curricula_test.py, token losses and
 # mixed advantages in features_test.py, and teachers, probes and shared
 # responses in separate files.
-OTHERS = {"sft", "sgpo", "replay", "dart"}
+OTHERS = {"sgpo", "replay", "dart"}
 OTHERS |= {"grpo", "dr_grpo", "reinforce_pp_baseline"}
-OTHERS |= {"dots", "dps", "gdro", "majority", "nudge", "xrpo", "distill"}
+OTHERS |= {"dots", "dps", "gdro", "majority", "nudge", "xrpo"}
 OTHERS |= {"adhint", "dars", "scope", "arrol", "poise", "sapo"}
 OTHERS |= {"dppo", "evpo", "maxrl", "sao", "sapo_gate"}
 PLAIN = sorted({*configs.METHODS} - OTHERS - {case[0] for case in CASES})
@@ -107,19 +132,30 @@ def looks_right(prompt, response):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered():
+def registered(model):
+  tiny_run.write_model(_with_experts(model), tiny_experts.RUN_CONFIG)
   register.reward("looks_right", looks_right)
   yield
   del rewards.REWARDS["looks_right"]
 
 
+def _with_experts(model):
+  """Returns the directory of a model with experts."""
+  return model.with_name("experts")
+
+
 def make_config(model, method, *features):
   """Makes a small config of a method with features switched on."""
   own, group = configs.load(method), GROUP + (method == "mc_grpo")
+  prompts = PROMPTS
+  if method == "sft":
+    prompts, group = BATCH, 1
+  if "experts" in features:
+    model = _with_experts(model)
   settings = {
     "reward.name": "looks_right",
     "value.pretrain_steps": 0,
-    "data.prompts_per_step": PROMPTS,
+    "data.prompts_per_step": prompts,
     "data.group_size": group,
     "eval.every": STEPS,
     "run.steps": STEPS,
@@ -127,9 +163,11 @@ def make_config(model, method, *features):
     "checkpoint.keep": STEPS + 1,
   }
   for role in ("policy", "value"):
-    settings[f"optimizer.{role}.mini_batch"] = PROMPTS * group
+    settings[f"optimizer.{role}.mini_batch"] = prompts * group
     settings[f"optimizer.{role}.warmup_steps"] = 0
     settings[f"optimizer.{role}.learning_rate_schedule"] = "linear"
+  if method == "sft":
+    settings["sampler.max_response_length"] = 24  # Of all answers.
   if own.reward.overlong_buffer:
     settings["reward.overlong_buffer"] = 4
   if method == "distill":
@@ -141,6 +179,8 @@ def make_config(model, method, *features):
 
 def accepts(method, *features):
   """Returns whether a method's config accepts the features together."""
+  if method == "sft" and "curriculum" in features:  # It has an order.
+    return False
   config = make_config(pathlib.Path("unused"), method, *features)
   if not has_critic(config) and not OF_CRITICS.isdisjoint(features):
     return False
@@ -217,12 +257,14 @@ def check_each_response_once(run, recorder):
     for responses in recorder.batches[:STEPS]
     for number in responses.rollout.sample_id[responses.ended].tolist()
   ]
-  assert len(ended) == len(set(ended)), "a response ended twice"
-  assert set(seen) <= set(ended)
-  assert set(seen.values()) == {run.config.optimizer.value.epochs}
+  twice = collections.Counter(ended)
+  if not run.config.schedule.replay:
+    assert set(twice.values()) == {1}, "a response ended twice"
+  seen = {k: n / run.config.optimizer.value.epochs for k, n in seen.items()}
+  assert all(n <= twice[number] for number, n in seen.items())
   # The remaining ones wait until a mini-batch is full.
   size = run.config.optimizer.value.mini_batch
-  assert len(ended) - len(seen) == len(ended) % size
+  assert len(ended) - sum(seen.values()) == len(ended) % size
 
 
 def check_masks(run, recorder):
@@ -236,6 +278,8 @@ def check_masks(run, recorder):
   filtered = run.config.loss.overlong_filter or estimator.drop_pivot
   filtered = filtered or estimator.agree_share
   new = collections.Counter()
+  sft = run.config.data.order == "demonstrations"
+  author = int(Origin.FOREIGN if sft else Origin.POLICY)
   for inputs, _, _ in recorder.losses["policy"]:
     for row, mask in enumerate(inputs["policy_mask"]):
       step = int(inputs["test_version"][row])
@@ -243,14 +287,15 @@ def check_masks(run, recorder):
       rollout = recorder.batches[step].rollout
       at = rows[step, number]
       place = np.arange(mask.size)
-      own = (rollout.origin[at] == 0) & (place < rollout.lengths[at])
+      own = (rollout.origin[at] == author) & (place < rollout.lengths[at])
       fresh = own & (place >= rollout.window_start[at])
       assert not (mask & ~fresh).any()
       if not filtered:
         np.testing.assert_array_equal(mask, fresh)
       new.update((number, t) for t in np.flatnonzero(mask).tolist())
   epochs = run.config.optimizer.policy.epochs
-  assert set(new.values()) <= {epochs}, "a token trained in two steps"
+  most = epochs * (STEPS if run.config.schedule.replay else 1)
+  assert max(new.values()) <= most, "a token trained in two steps"
 
 
 def check_weights(run, recorder):
@@ -329,6 +374,10 @@ class TestPairs:
       pairs -= set(itertools.combinations(sorted(features), 2))
     for pair in pairs:
       assert not [m for m in configs.METHODS if accepts(m, *pair)], pair
+    for method in WITH_ALL:
+      seen = {name for case in CASES if case[0] == method for name in case[1:]}
+      lacks = FEATURES.keys() - seen
+      assert not [name for name in lacks if accepts(method, name)]
 
   @pytest.mark.parametrize("case", CASES[:2], ids="-".join)
   def test_quick(self, model, case, tmp_path, monkeypatch):
