@@ -1,8 +1,10 @@
 """Errors for users of the library, and checks of arguments."""
 
 import contextlib
+import errno
 import numbers
 import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,13 +28,50 @@ class InputError(ValueError):
     )
 
 
+# Causes that the system names, wherever they occur.
+_ADVICE = {
+  "ENOSPC": "free disk space",
+  "EDQUOT": "free disk space, or have the quota raised",
+  "EFBIG": "raise the limit on the size of files (ulimit -f)",
+  "EMFILE": "raise the limit on open files (ulimit -n)",
+  "ENOMEM": "free memory",
+  "EACCES": "give yourself permission",
+  "EPERM": "give yourself permission",
+  "EROFS": "mount the file system so that it can be written",
+  "EIO": "check the disk",
+  "ESTALE": "check the file server",
+  "ETIMEDOUT": "check the file server",
+}
+
+
+def advice(error: BaseException, otherwise: str) -> str:
+  """Returns what to do about an error of the file system.
+
+  Args:
+    error: the error; libraries may only quote what the system says.
+    otherwise: the result for any other cause.
+  """
+  while error is not None:
+    number = getattr(error, "errno", None)
+    # TensorStore quotes: [OS error 28: ENOSPC No space left on device].
+    quoted = re.search(r"OS error \d+: (E[A-Z]+)", str(error))
+    name = errno.errorcode.get(number, quoted and quoted[1])
+    if name in _ADVICE:
+      return _ADVICE[name]
+    if isinstance(error, TimeoutError):
+      return "check the file server and the clock, which may have been set"
+    error = error.__cause__ or error.__context__
+  return otherwise
+
+
 @contextlib.contextmanager
 def as_input_error(
-  what: str, advice: str, *kinds: type[Exception]
+  what: str, todo: str, *kinds: type[Exception]
 ) -> Iterator[None]:
-  """Turns errors of given kinds into an InputError, `what (error); advice`.
+  """Turns errors of given kinds into an InputError, `what (error); todo`.
 
-  An InputError passes through unchanged.
+  An InputError passes through unchanged. Causes that the system names have
+  their own advice instead of `todo`.
   """
   try:
     yield
@@ -42,10 +81,13 @@ def as_input_error(
     # File system errors repeat the path, which is already in `what`.
     why = getattr(error, "strerror", None) or str(error)[:300]
     file = getattr(error, "filename", None)
-    if isinstance(file, (str, os.PathLike)) and not os.path.isabs(file):
-      why += f", relative to {os.getcwd()}"
+    if isinstance(file, (str, os.PathLike)):
+      if not os.path.isabs(file):
+        why += f", relative to {os.getcwd()}"
+      elif str(file) not in what:
+        why = f"{file}: {why}"
     raise InputError(
-      f"{what} ({why or type(error).__name__}); {advice}"
+      f"{what} ({why or type(error).__name__}); {advice(error, todo)}"
     ) from error
 
 

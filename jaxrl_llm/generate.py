@@ -197,7 +197,7 @@ def write(
 
   for chunk in work:
     records = job.sample(chunk, rule=rule)
-    with as_input_error("cannot write samples", "free disk space", OSError):
+    with as_input_error("cannot write samples", "use another file", OSError):
       file.write("".join(json.dumps(record) + "\n" for record in records))
       file.flush()
     reasons.update(record["stop_reason"] for record in records)

@@ -10,6 +10,7 @@ This module only reads; the run writes (`trainer.workdir`). It replaces files
 atomically, so that the directory can be read at any time during the run.
 """
 
+import contextlib
 import json
 import pathlib
 from collections.abc import Collection, Mapping
@@ -20,7 +21,7 @@ import jax
 from jaxrl_llm import checkpoint, metrics, models
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.rows import read_object
-from jaxrl_llm.errors import InputError, located
+from jaxrl_llm.errors import InputError, as_input_error, located
 from jaxrl_llm.models import hf
 
 CONFIG, CHANGES = "config.json", "config_changes.jsonl"
@@ -69,35 +70,88 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_config(workdir: pathlib.Path) -> Any:
   """Reads the current settings of a run, including changes by resumes.
 
-  Settings missing in the files have their defaults.
+  Settings missing in the files have their defaults. If a file is damaged, the
+  settings are those of the newest checkpoint.
 
   Raises:
     InputError: config.json is missing, or a file is damaged or has an unknown
-      key.
+      key, and there is no checkpoint.
   """
-  file = workdir / CONFIG
+  first, changes, _ = read_settings(workdir)
   config = config_lib.default_config()
-  saved = read_object(file, "give the --workdir of a run")
-  _update(config, flat(saved), file)
-  for changes in resumes(workdir):
-    changed = {key: value for key, (_, value) in changes.items()}
+  _update(config, first, workdir / CONFIG)
+  for row in changes:
+    changed = {key: value for key, (_, value) in row["changes"].items()}
     _update(config, changed, workdir / CHANGES)
   return config
 
 
-def resumes(workdir: pathlib.Path) -> list[Changes]:
-  """Returns the changes of each resume."""
-  file = workdir / CHANGES
-  rows = metrics.read_rows(file) if file.exists() else []
-  resumes = [row.get("changes") for row in rows]
-  for changes in resumes:
+def to_config(settings: Mapping[str, Any]) -> Any:
+  """Makes a config from the result of `flat`."""
+  config = config_lib.default_config()
+  _update(config, settings, pathlib.Path("settings"))
+  return config
+
+
+def read_settings(
+  workdir: pathlib.Path,
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
+  """Returns the first settings of a run, its changes, and damaged files.
+
+  The contents of a damaged file come from the newest checkpoint.
+
+  Raises:
+    InputError: As in `read_config`.
+  """
+  saved, damaged, found = facts(workdir), [], {}
+  # Earlier versions did not save them.
+  known = saved["changes"] if "changes" in saved else None
+  for name, read in ((CONFIG, _first_settings), (CHANGES, _changes)):
+    try:
+      found[name] = read(workdir / name)
+      lost = name == CHANGES and known and found[name][: len(known)] != known
+    except InputError:
+      if known is None:
+        raise
+      lost = True
+    if lost:
+      damaged.append(name)
+      found[name] = known
+  if CONFIG in damaged:  # Without the changes.
+    first = dict(saved["config"])
+    for row in reversed(known):
+      first |= {key: value for key, (value, _) in row["changes"].items()}
+    found[CONFIG] = first
+  return found[CONFIG], found[CHANGES], damaged
+
+
+def facts(workdir: pathlib.Path) -> dict[str, Any]:
+  """Returns the facts about a run's files in its newest checkpoint."""
+  for step in reversed(steps(workdir)):
+    with contextlib.suppress(InputError):
+      folder = workdir / "checkpoints" / str(step)
+      return checkpoint.read(folder, "facts")["facts"]
+  return {}
+
+
+def _first_settings(file: pathlib.Path) -> dict[str, Any]:
+  saved = flat(read_object(file, "give the --workdir of a run"))
+  _update(config_lib.default_config(), saved, file)
+  return saved
+
+
+def _changes(file: pathlib.Path) -> list[dict[str, Any]]:
+  """Reads {"step": step, "changes": {key: [old, new]}} of each resume."""
+  with as_input_error(f"{file}: cannot be read", "restore it", OSError):
+    rows = metrics.read_rows(file) if file.exists() else []
+  for changes in (row.get("changes") for row in rows):
     if not isinstance(changes, dict) or not all(
       isinstance(pair, list) and len(pair) == 2 for pair in changes.values()
     ):
       raise InputError(
         f"{file}: 'changes' must map keys to [old, new]; restore the file"
       )
-  return resumes
+  return rows
 
 
 def _update(config: Any, saved: Mapping[str, Any], file: pathlib.Path) -> None:

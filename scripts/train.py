@@ -76,8 +76,10 @@ def check_flags() -> None:
     raise InputError(
       "--workdir= is empty; give a folder, or leave it out for a dated folder"
     )
-  known = pathlib.Path(_WORKDIR.value, "config.json")
-  if not _CONFIG.present and not (_WORKDIR.value and known.is_file()):
+  names = "config.json", "checkpoints/*/COMMIT"
+  folder = pathlib.Path(_WORKDIR.value)
+  known = _WORKDIR.value and any(any(folder.glob(name)) for name in names)
+  if not _CONFIG.present and not known:
     raise InputError(
       "no --config; give --config=METHOD[:PRESET], see --help, or the --workdir"
       " of a run to resume"
@@ -135,6 +137,18 @@ def make_config(folder: pathlib.Path):
   return config
 
 
+def shared_config(folder: pathlib.Path):
+  """Returns the config of the first process; errors as in `make_config`."""
+  from jaxrl_llm import workdir
+  from jaxrl_llm.system import processes
+
+  made = []
+  settings = processes.of_first(
+    lambda: made.append(make_config(folder)) or workdir.flat(made[0].to_dict())
+  )
+  return made[0] if made else workdir.to_config(settings)
+
+
 def run() -> int:
   """Builds the components of a run and trains, or does a dry run.
 
@@ -142,20 +156,29 @@ def run() -> int:
     The exit code.
   """
   # Slow imports come late, so that a typo in a flag is reported at once.
+  import jax
   from parts import dry_run
 
+  from jaxrl_llm import __version__, workdir
   from jaxrl_llm.system import plugin, processes, signals
   from jaxrl_llm.trainer import build, loop
 
   if _COORDINATOR.value or _DISTRIBUTED.value:
     all_of_it = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
     processes.connect(*all_of_it, patience_s=_PATIENCE_S.value)
+  own = workdir.flat(_CONFIG.value.to_dict(), "config.")
+  names = "workdir", "step", "plugin", "dry_run"
+  own |= {f"--{name}": flags.FLAGS[name].value for name in names}
+  versions = {"version": __version__, "JAX": jax.__version__}
+  processes.check_same(own | versions)
   now = f"runs/{datetime.datetime.now():%Y%m%d-%H%M%S}"
   folder = pathlib.Path(_WORKDIR.value or processes.of_first(lambda: now))
-  config = processes.of_first(make_config, folder)
+  config = shared_config(folder)
   for path in config.run.plugins:
     plugin.load(path)
   components = build.make_run(config)
+  inputs = components.inputs.items()
+  processes.check_same({f"a digest of config.{k}": x for k, x in inputs})
   if _DRY_RUN.value:
     dry_run.dry_run(components)
     return 0

@@ -14,6 +14,7 @@ from concurrent import futures
 
 import jax
 import numpy as np
+import psutil
 from absl import app, flags
 from jax._src import distributed
 
@@ -205,6 +206,17 @@ def check_death(index):
     processes.gather(1)
 
 
+def check_address(coordinator):
+  """The service listens at the given address and at no other."""
+  host, port = coordinator.split(":")
+  found = {
+    x.laddr.ip
+    for x in psutil.net_connections("tcp")
+    if x.status == psutil.CONN_LISTEN and x.laddr.port == int(port)
+  }
+  assert {x.removeprefix("::ffff:") for x in found} == {host}
+
+
 def main(_):
   processes.connect(
     _COORDINATOR.value,
@@ -215,6 +227,7 @@ def main(_):
   if max(_DYING.value, _FROZEN.value) >= 0:
     check_death(_PROCESS_ID.value)
     return
+  check_address(_COORDINATOR.value)
   check(_PROCESS_ID.value)
   check_apart(_PROCESS_ID.value)
   folder = pathlib.Path(_FOLDER.value) / "checkpoints"

@@ -40,6 +40,22 @@ def test_what_one_knows_all_know(tmp_path):
   assert not any("Traceback" in text for text in texts)
 
 
+def test_other_settings_in_another_process_are_refused(model, tmp_path):
+  started = processes.start(
+    "scripts/train.py",
+    *tiny_run.flags(model, tmp_path / "run"),
+    count=2,
+    devices=1,
+    folder=tmp_path,
+    last=["--config.loss.clip_value=0.5"],
+  )
+  assert processes.wait(started) == [2, 2]
+  for log in (tmp_path / f"{i}.log" for i in range(2)):
+    (line,) = log.read_text().splitlines()
+    assert line.startswith("error: process 1 has config.loss.clip_value: 0.5, ")
+  assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gone", range(2))
 @pytest.mark.parametrize("how", ["dying", "frozen"])

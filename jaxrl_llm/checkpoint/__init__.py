@@ -3,6 +3,7 @@
 from jaxrl_llm.checkpoint.commit import (
   DamagedError as DamagedError,
   is_step as is_step,
+  read as read,
   steps as steps,
 )
 from jaxrl_llm.checkpoint.manager import (

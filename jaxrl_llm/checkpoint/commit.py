@@ -26,15 +26,17 @@ FORMAT = 5  # Format version that is written; format 4 can be read too.
 class DamagedError(InputError):
   """Raised if a checkpoint differs from what was saved."""
 
-  def __init__(self, folder: pathlib.Path, what: str):
-    self.folder, self.what = folder, what
-    super().__init__(
-      f"{folder}: this checkpoint is damaged ({what}); use another step or"
-      " another --workdir"
-    )
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    what: str,
+    todo: str = "use another step or another --workdir",
+  ):
+    self.folder, self.what, self.todo = folder, what, todo
+    super().__init__(f"{folder}: this checkpoint is damaged ({what}); {todo}")
 
   def __reduce__(self):  # Processes send it to each other.
-    return type(self), (self.folder, self.what)
+    return type(self), (self.folder, self.what, self.todo)
 
 
 def steps(directory: pathlib.Path) -> list[int]:

@@ -8,6 +8,7 @@ flipped bit or a failed save; see `checkpoint.commit`.
 """
 
 import concurrent.futures
+import errno
 import os
 import pathlib
 import shutil
@@ -20,10 +21,12 @@ import orbax.checkpoint as ocp
 from jaxrl_llm import digest
 from jaxrl_llm.checkpoint import commit, state
 from jaxrl_llm.checkpoint import trees as trees_lib
+from jaxrl_llm.errors import advice
 from jaxrl_llm.system import processes
 
 _TEMPORARY = ("*.orbax-checkpoint-tmp*", "*.deleted")
 _BASE = "base"  # Folder next to the steps.
+_RESTORE = "resume its run, which writes it again, or restore it from a copy"
 T = TypeVar("T")
 
 
@@ -95,7 +98,8 @@ class Checkpointer:
     size = commit.num_bytes(trees)
     free = processes.of_first(lambda: shutil.disk_usage(self.directory).free)
     if free < size:
-      raise OSError(f"it needs {size:,} bytes, but only {free:,} are free")
+      few = f"it needs {size:,} bytes, but only {free:,} are free"
+      raise OSError(errno.ENOSPC, few)
     # Both are started before the arrays can be donated.
     checksums = digest.start_checksums(*digest.named_leaves(trees))
     members = trees_lib.members_of(trees)
@@ -151,17 +155,21 @@ class Checkpointer:
     trees = trees_lib.load(self.directory / str(step), wanted)
     return state.from_items(abstract, trees, values)
 
-  def save_base(self, trees: Mapping[str, Any]) -> None:
+  def save_base(self, trees: Mapping[str, Any], again: str = "") -> None:
     """Writes arrays that no step changes, once, next to the steps.
 
     Args:
       trees: name -> tree of arrays; if empty, nothing is written.
+      again: what is wrong with those written earlier, which are replaced.
 
     Raises:
       TrainingStopped: it cannot be written.
     """
     folder = self.directory / _BASE
-    if trees and not processes.of_first((folder / commit.FILE).exists):
+    if again:
+      self._errors.append(f"{again}: written again from the model")
+    written = processes.of_first((folder / commit.FILE).exists)
+    if trees and (again or not written):
       trees_lib.save_items(folder, trees)
 
   def record(self, step: int, *parts: str) -> dict[str, Any]:
@@ -195,8 +203,9 @@ class Checkpointer:
     self.failures += 1
     self._errors.append(
       f"{self.directory / str(step)}: cannot write a checkpoint"
-      f" ({trees_lib.reason(error)}); free disk space. The last checkpoint"
-      " is kept, and the run will save again when the next checkpoint is due"
+      f" ({trees_lib.reason(error)}); {advice(error, 'check the disk')}. The"
+      " last checkpoint is kept, and the run will save again when the next"
+      " checkpoint is due"
     )
     if processes.is_first():
       self._prepare()
@@ -247,6 +256,11 @@ def newest_undamaged(
       line = "checkpoint {} is damaged ({})".format
       return restored, [line(s, e.what) for s, e in damaged.items()]
     damaged[step] = failures[0]
+  if len(damaged) > 1:
+    newest = damaged[steps[-1]]
+    what = f"{newest.what}, and so are all earlier ones"
+    todo = "restore one from a copy, or start again with another --workdir"
+    raise commit.DamagedError(newest.folder, what, todo)
   if damaged:
     raise damaged[steps[-1]]
   return None, []
@@ -264,5 +278,11 @@ def load_base(
   """
   base = directory / _BASE
   if not processes.of_first((base / commit.FILE).exists):
+    record = processes.of_first(commit.read, directory / str(step))
+    if record["format"] > 4:
+      raise commit.DamagedError(base, f"{commit.FILE} is missing", _RESTORE)
     base = directory / str(step)
-  return trees_lib.load(base, targets)
+  try:
+    return trees_lib.load(base, targets)
+  except commit.DamagedError as error:
+    raise commit.DamagedError(base, error.what, _RESTORE) from error

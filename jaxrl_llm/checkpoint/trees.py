@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from jaxrl_llm import digest
 from jaxrl_llm.checkpoint import commit
-from jaxrl_llm.errors import TrainingStopped
+from jaxrl_llm.errors import TrainingStopped, advice
 from jaxrl_llm.system import processes
 
 _TREE = "tree"  # The item of `save_tree`.
@@ -46,11 +46,11 @@ def save_items(path: str | os.PathLike, trees: Mapping[str, Any]) -> None:
       try:
         checkpointer.save(path, to_save(trees, members), force=True)
       except Exception as error:  # Orbax raises errors of many kinds.
-        failed = reason(error)
+        failed = f"({reason(error)}); {advice(error, 'check the disk')}"
   if failures := list(filter(None, processes.gather(failed))):
     raise TrainingStopped(
-      f"{path}: cannot write a checkpoint ({failures[0]}); free disk space and"
-      " resume with the same --workdir"
+      f"{path}: cannot write a checkpoint {failures[0]} and resume with the"
+      " same --workdir"
     )
   leaves, checksums = commit.describe(trees), digest.checksums(trees)
   write = functools.partial(commit.write, bytes=commit.num_bytes(trees))

@@ -31,4 +31,5 @@ from jaxrl_llm.metrics.writers import (
   JsonlWriter as JsonlWriter,
   iterate_rows as iterate_rows,
   read_rows as read_rows,
+  undamaged_rows as undamaged_rows,
 )

@@ -33,6 +33,25 @@ def iterate_rows(path: str | os.PathLike) -> Iterator[Row]:
   return (row for _, row in _parse(path))
 
 
+def undamaged_rows(path: str | os.PathLike) -> str | None:
+  """Returns the rows without damaged lines; None if there are none."""
+  try:
+    for _ in _parse(path):
+      pass
+  except InputError:
+    lines = pathlib.Path(path).read_bytes().splitlines(keepends=True)
+    return b"".join(line for line in lines if _row(line)).decode()
+  return None
+
+
+def _row(line: bytes) -> Row | None:
+  with contextlib.suppress(ValueError):
+    row = json.loads(line) if line.endswith(b"\n") else None
+    if isinstance(row, dict) and isinstance(row.get("step"), int):
+      return row
+  return None
+
+
 def _parse(path: str | os.PathLike) -> Iterator[tuple[bytes, Row]]:
   damaged = None
   with open(path, "rb") as file:
@@ -42,11 +61,7 @@ def _parse(path: str | os.PathLike) -> Iterator[tuple[bytes, Row]]:
           f"{path}, line {damaged}: not a JSON object with an integer 'step';"
           " repair or remove the line"
         )
-      try:
-        row = json.loads(line) if line.endswith(b"\n") else None
-      except ValueError:
-        row = None
-      if isinstance(row, dict) and isinstance(row.get("step"), int):
+      if row := _row(line):
         yield line, row
       else:
         damaged = number

@@ -19,6 +19,7 @@ import safetensors.numpy
 from flax import traverse_util
 from huggingface_hub import split_state_dict_into_shards_factory
 
+from jaxrl_llm import digest
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.models import hf_files
 from jaxrl_llm.models.adapters import FACTORS, Adapters
@@ -406,15 +407,14 @@ def copy_settings(source: str | os.PathLike[str], to: pathlib.Path) -> None:
   _copy_extras(source, to)
 
 
-def has_settings(path: str | os.PathLike[str], copy: pathlib.Path) -> bool:
-  """Returns whether a directory has the files that `copy_settings` copied.
+def settings_digest(path: str | os.PathLike[str]) -> str:
+  """Returns a digest of the files that `copy_settings` copies.
 
-  Weights are not compared: for large models this would take minutes.
+  Weights are not read: for large models this would take minutes.
   """
-  names = (hf_files.CONFIG, *_EXTRA_FILES)
-  read = lambda file: file.read_bytes() if file.is_file() else None
-  found = [read(pathlib.Path(path) / name) for name in names]
-  return found == [read(copy / name) for name in names] and found[0] is not None
+  files = [pathlib.Path(path) / x for x in (hf_files.CONFIG, *_EXTRA_FILES)]
+  found = [(x.name, digest.of_files([x])) for x in files if x.is_file()]
+  return digest.of_bytes(repr(found).encode())
 
 
 def _write_weights(

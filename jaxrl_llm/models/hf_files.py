@@ -236,9 +236,8 @@ def published(
     InputError: The directory cannot be written.
   """
   directory = pathlib.Path(path)
-  advice = "choose another directory or free disk space"
-  kinds = OSError, safetensors.SafetensorError
-  with as_input_error(f"{directory}: cannot be written", advice, *kinds):
+  todo, kinds = "choose another", (OSError, safetensors.SafetensorError)
+  with as_input_error(f"{directory}: cannot be written", todo, *kinds):
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as temp:
       stage = pathlib.Path(temp)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.system import files
+
 # Colours that colour-blind readers can tell apart (Okabe and Ito 2008), C0 to
 # C6 in matplotlib; lines of the same colour differ in their dashes.
 _COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
@@ -66,7 +68,8 @@ def figure(
     width = int(_CHARACTERS * size[0])
     title = "\n".join(textwrap.fill(x, width) for x in title.splitlines())
     sheet.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    sheet.savefig(path)
+    with files.named(path):
+      sheet.savefig(path)
 
 
 def name_lines(sheet, lines: Sequence[Any], names: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from jaxrl_llm import metrics
 from jaxrl_llm.report import time_spent
 from jaxrl_llm.report.runs import Run, accuracy_names, flatten, reached
+from jaxrl_llm.system import files
 
 _ASSETS = pathlib.Path(__file__).parents[1] / "assets" / "report"
 _NO_METRICS = ("time", "nonfinite")  # Fields of a row.
@@ -77,7 +78,8 @@ def write_page(
     data="\n".join([_element("data", _json(data)), *blocks]),
     script=(_ASSETS / "page.js").read_text("utf-8"),
   )
-  path.write_text(page, "utf-8", errors="backslashreplace")
+  with files.named(path):
+    path.write_text(page, "utf-8", errors="backslashreplace")
 
 
 def _data(runs: Sequence[Run]) -> tuple[dict[str, Any], list[str]]:

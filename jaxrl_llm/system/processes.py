@@ -20,14 +20,13 @@ import json
 import math
 import os
 import pathlib
-import pickle
 import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -36,7 +35,7 @@ from jax._src import distributed  # Its client has no public API.
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError, TrainingStopped
-from jaxrl_llm.system import workers
+from jaxrl_llm.system import messages, workers
 
 T = TypeVar("T")
 _patience_s = 0  # Set by `connect`.
@@ -79,6 +78,8 @@ def connect(
       *given,
       # Later than `_watch`: JAX aborts with the stacks of all threads.
       heartbeat_timeout_seconds=3 * patience_s,
+      # By default, the service would listen on all interfaces.
+      coordinator_bind_address=coordinator or None,
       shutdown_timeout_seconds=2 * patience_s,
     )
   except (ValueError, RuntimeError) as error:
@@ -273,10 +274,10 @@ def gather(value: T) -> list[T]:
   client, index = distributed.global_state.client, jax.process_index()
   parts, joined = f"{channel}/{number}/parts", f"{channel}/{number}/joined"
   with waiting():
-    client.key_value_set_bytes(f"{parts}/{index}", pickle.dumps(value))
+    client.key_value_set_bytes(f"{parts}/{index}", messages.dumps(value))
     if is_first():
       count = range(jax.process_count())
-      data = pickle.dumps([_receive(f"{parts}/{i}") for i in count])
+      data = b"\n".join(_receive(f"{parts}/{i}") for i in count)
       # All processes have reached this call, so earlier messages were read.
       for old in range(_cleared[channel], number):
         client.key_value_delete(f"{channel}/{old}")
@@ -285,7 +286,7 @@ def gather(value: T) -> list[T]:
       client.key_value_set_bytes(joined, data)
     else:
       data = _receive(joined)
-    return [pickle.loads(part) for part in pickle.loads(data)]
+    return [messages.loads(part) for part in data.split(b"\n")]
 
 
 def _next_message() -> tuple[str, int]:
@@ -311,6 +312,23 @@ def of_first(function: Callable[..., T], *args: Any) -> T:
     return function(*args)
   mine = _attempt(function, *args) if is_first() else None
   return _result(gather(mine)[0])
+
+
+def check_same(values: Mapping[str, Any]) -> None:
+  """Checks that all processes have the same values, compared as text.
+
+  Raises:
+    InputError: They differ.
+  """
+  every = gather({name: repr(value) for name, value in values.items()})
+  for index, other in enumerate(every):
+    for name in sorted({*every[0], *other}):
+      first, own = every[0].get(name), other.get(name)
+      if first != own:
+        raise InputError(
+          f"process {index} has {name}: {own}, but process 0 {first}; start"
+          " all processes with the same command, files and versions"
+        )
 
 
 def await_files(folder: pathlib.Path) -> None:
@@ -371,7 +389,7 @@ def _attempt(function, *args) -> tuple[Any, Exception | None]:
   except _TOGETHER as error:
     return None, error
   except OSError as error:
-    return None, OSError(str(error))  # Some subclasses cannot be pickled.
+    return None, OSError(str(error))  # Some subclasses have other arguments.
 
 
 def _result(attempted: tuple[Any, Exception | None]) -> Any:
@@ -448,7 +466,7 @@ def _from(sender: int, values: list[np.ndarray | None]) -> list[np.ndarray]:
   channel, number = _next_message()
   if jax.process_index() == sender:
     client = distributed.global_state.client
-    client.key_value_set_bytes(f"{channel}/{number}", pickle.dumps(values))
+    client.key_value_set_bytes(f"{channel}/{number}", messages.dumps(values))
   elif any(value is None for value in values):
-    return pickle.loads(_receive(f"{channel}/{number}"))
+    return messages.loads(_receive(f"{channel}/{number}"))
   return values

@@ -6,13 +6,13 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm import digest, rewards
+from jaxrl_llm import base_models, digest, rewards
 from jaxrl_llm.data import benchmarks, curriculum, prompt_source, rows, sources
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Example, Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, located
-from jaxrl_llm.models import ModelConfig
+from jaxrl_llm.models import ModelConfig, hf
 from jaxrl_llm.rollout import turns
 from jaxrl_llm.rollout.turns import ConversationConfig, EnvironmentCalls
 from jaxrl_llm.system import processes
@@ -182,7 +182,9 @@ def digests(config: Any) -> dict[str, str]:
   texts = [x for x in data.order_settings.values() if isinstance(x, str)]
   named["data.order_settings"] = ",".join(texts)
   of = lambda paths: filter(pathlib.Path.is_file, rows.files(paths))
-  return {key: digest.of_files(of(paths)) for key, paths in named.items()}
+  found = {key: digest.of_files(of(paths)) for key, paths in named.items()}
+  model = hf.settings_digest(base_models.model_path(config))
+  return found | {"model.path": model}
 
 
 def _examples(config: Any, seed: int) -> tuple[sources.Source, list[tuple]]:

@@ -121,7 +121,9 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
     events += folder.check_facts(last, facts, run.inputs, changes)
   # Before the logger, which truncates rows after the checkpoint.
   events.append(folder.set_aside(last))
+  events += folder.drop_damaged_rows()
   if found:
+    events += folder.repair(config)
     folder.record(last, changes)
   elif not folder.begin(config):
     # Left by a run with other settings.

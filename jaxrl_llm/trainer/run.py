@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm import checkpoint, sync
+from jaxrl_llm import base_models, checkpoint, digest, sync
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tokenizer import Tokenizer
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluator
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.state import LearnerState, TrainingBatch
@@ -18,6 +19,7 @@ from jaxrl_llm.trainer.value_pretraining import ValuePretraining
 
 # Checkpoint item of a model's frozen parameters.
 _BASE = "learner.{}.base"
+_REFERENCE = "learner.reference"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,7 @@ def save(
     facts: facts about the run's other files, stored in the checkpoint.
   """
   saver.save_base(_base_items(states.learner))
+  facts = {**facts, "shared": _shared(states.learner)}
   saver.save_states(states.step, states._asdict(), facts=facts)
 
 
@@ -89,15 +92,47 @@ def restore(
     run.pipeline.abstract(step),
   )
   states = States(**saver.restore_states(step, abstract._asdict()))
-  items = _base_items(abstract.learner)
-  base = checkpoint.load_base(saver.directory, step, items) if items else {}
+  # Earlier versions kept no checksums.
+  known = saver.record(step, "facts")["facts"].get("shared", {})
+  base = _load_base(run, saver, step, abstract.learner, known)
   learner = states.learner
   learner = learner.replace(
     base={k: base.get(_BASE.format(k), {}) for k in learner.base},
     **run.learner.constants(),
   )
+  if known.get(_REFERENCE, 0) != _shared(learner).get(_REFERENCE, 0) and known:
+    raise InputError(
+      f"{base_models.model_path(run.config)}: its weights, the reference of the"
+      f" KL, have changed since checkpoint {step} was saved; restore them"
+    )
   weights = run.transfer.send(learner.params("policy"), states.step)
   return states._replace(learner=learner), weights
+
+
+def _load_base(run, saver, step, abstract, known) -> dict[str, Any]:
+  """Reads the frozen parameters, or makes them again if they are damaged."""
+  items = _base_items(abstract)
+  try:
+    return checkpoint.load_base(saver.directory, step, items) if items else {}
+  except checkpoint.DamagedError as error:
+    made = run.learner.init(critic=run.critic_params)
+    items, found = _base_items(made), _shared(made)
+    if any(known.get(name) != found[name] for name in items):
+      raise InputError(
+        f"{error.folder}: damaged ({error.what}), and"
+        f" {base_models.model_path(run.config)} is not the model that it was"
+        " made from; restore one of them from a copy"
+      ) from error
+    saver.save_base(items, again=f"{error.folder}: damaged ({error.what})")
+    return items
+
+
+def _shared(learner: LearnerState) -> dict[str, int]:
+  """Returns checksums of the parameters that no step changes, by item."""
+  trees = _base_items(learner)
+  if learner.reference is not None:
+    trees[_REFERENCE] = learner.reference
+  return {name: digest.checksum(tree) for name, tree in trees.items()}
 
 
 def _base_items(learner: LearnerState) -> dict[str, Any]:

@@ -6,6 +6,8 @@ Each error is one line with the settings, their values and the allowed ones.
 import contextlib
 from typing import Any
 
+import jax
+
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.learner import choices
@@ -30,6 +32,11 @@ def validate(config: Any) -> None:
     for one in value if isinstance(value, tuple) else (value,):
       if one not in key.allowed:
         raise InputError(f"config.{path}={value!r} must be {key.allowed}")
+  if jax.config.jax_enable_x64:
+    raise InputError(
+      "jax_enable_x64 is set, by the environment or a plugin, but runs compute"
+      " in at most 32 bits; remove it"
+    )
   for keys, why in constraints.broken(config).items():
     values = {key: config_lib.get(config, key) for key in keys.split(", ")}
     named = " with ".join(

@@ -47,6 +47,25 @@ def _of_first(method: Callable[..., Any]) -> Callable[..., Any]:
   return run
 
 
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns dotted keys as groups, as in config.json."""
+  groups: dict[str, Any] = {}
+  for key, value in settings.items():
+    *path, name = key.split(".")
+    group = groups
+    for part in path:
+      group = group.setdefault(part, {})
+    group[name] = value
+  return groups
+
+
+def _clear(place: pathlib.Path) -> None:
+  """Removes a file, or a folder in its place."""
+  if place.is_dir():
+    shutil.rmtree(place)
+  place.unlink(missing_ok=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Workdir:
   """The directory of a run that is trained or resumed."""
@@ -173,7 +192,9 @@ class Workdir:
     if "split" not in sources.reads(config.data.source):
       fixed.add(config_lib.HELD_OUT)
     refused, base = {}, base_models.model_path(config)
-    if hf.has_settings(base, self.path / reading.MODEL):
+    known = reading.facts(self.path).get("inputs", {}).get("model.path")
+    known = known or hf.settings_digest(self.path / reading.MODEL)
+    if hf.settings_digest(base) == known:
       moved.add("model.path")
     if config.data.source in sources.FILES:
       moved.add(_DATA)  # `check_facts` compares the files.
@@ -227,6 +248,38 @@ class Workdir:
       return file.read_text(encoding="utf-8")
 
   @_of_first
+  def repair(self, config: Any) -> list[str]:
+    """Writes damaged files of a resumed run again; returns a line for each."""
+    first, changes, damaged = reading.read_settings(self.path)
+    texts = {reading.CONFIG: json.dumps(_nested(first), indent=2) + "\n"}
+    texts[reading.CHANGES] = "".join(json.dumps(x) + "\n" for x in changes)
+    base, model = base_models.model_path(config), self.path / reading.MODEL
+    with self._writing():
+      for name in damaged:
+        _clear(self.path / name)
+        files.write_whole(self.path / name, texts[name])
+      if hf.settings_digest(base) != hf.settings_digest(model):
+        _clear(model)
+        hf.copy_settings(base, model)
+        files.tree_to_disk(model)
+        damaged.append(reading.MODEL)
+    return [f"{name} was damaged: written again" for name in damaged]
+
+  @_of_first
+  def drop_damaged_rows(self) -> list[str]:
+    """Drops damaged lines of the run's rows; returns a line for each file."""
+    lines = []
+    for name in (reading.ROWS, "samples.jsonl", "value_pretrain.jsonl"):
+      file = self.path / name
+      kept = metrics.undamaged_rows(file) if file.is_file() else None
+      if kept is not None:
+        with self._writing():
+          shutil.copy2(file, self.path / f"{name}.damaged")
+          files.write_whole(file, kept)
+        lines.append(f"{name} has damaged lines: see {name}.damaged")
+    return lines
+
+  @_of_first
   def record(self, step: int, changes: Changes) -> None:
     """Records the changes of a resume, once it has succeeded.
 
@@ -256,6 +309,7 @@ class Workdir:
     rows = (self.path / reading.ROWS).read_bytes()
     return {
       "config": reading.flat(config.to_dict()),
+      "changes": reading.read_settings(self.path)[1],
       "rows": {"bytes": len(rows), "checksum": digest.of_bytes(rows)},
       "inputs": dict(inputs),
     }
@@ -282,7 +336,8 @@ class Workdir:
     Raises:
       InputError: config.json has changed, or data.path names other data.
     """
-    changed = {key for changes in reading.resumes(self.path) for key in changes}
+    past = reading.read_settings(self.path)[1]
+    changed = {key for row in past for key in row["changes"]}
     now = reading.flat(reading.read_config(self.path).to_dict())
     wrong = {
       key: [value, now[key]]
@@ -302,6 +357,12 @@ class Workdir:
         f"{self.path}: cannot change on resume: {line}, because the files"
         f" differ from those of checkpoint {step}; give copies of the same"
         " files or another --workdir"
+      )
+    if before.get("model.path") not in (None, inputs.get("model.path")):
+      raise InputError(
+        "config.model.path: its configuration or tokenizer has changed since"
+        f" checkpoint {step} was saved; restore it from a copy, such as"
+        f" {self.path / reading.MODEL}"
       )
     lines = [
       f"config.{key}: the files have changed since checkpoint {step} was saved;"

@@ -7,10 +7,11 @@ import sys
 from helpers import programs
 
 
-def start(program, *arguments, count, devices, folder, patience_s=20):
+def start(program, *arguments, count, devices, folder, patience_s=20, last=()):
   """Starts `count` processes, or one without peers; returns their Popens.
 
-  Each writes its output to `folder`/INDEX.log.
+  The last one also has the arguments `last`. Each writes its output to
+  `folder`/INDEX.log.
   """
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -22,6 +23,7 @@ def start(program, *arguments, count, devices, folder, patience_s=20):
   for index in range(count):
     meet = [f"--coordinator={address}", f"--num_processes={count}"]
     meet += [f"--process_id={index}", f"--patience_s={patience_s}"]
+    meet += last if index == count - 1 else ()
     with (folder / f"{index}.log").open("w") as log:
       started.append(
         subprocess.Popen(

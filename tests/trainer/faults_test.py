@@ -1,6 +1,8 @@
 """Faults around scripts/train.py: rows, arrays and exit code stay the same."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -90,6 +92,7 @@ def train(tmp_path_factory, model):
     for log in logs:
       log.write_text("")
     changes = {"run__steps": 3, "value__pretrain_steps": 0} | changes
+    changes = {"model__lora_rank": 2, "loss__kl_coefficient": 0.1} | changes
     if flags is None:
       flags = tiny_run.flags(model, folder, **changes)
     asked = ["scripts/train.py", *flags], out or str(logs[0])
@@ -105,7 +108,11 @@ def train(tmp_path_factory, model):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, train):
+  """A run of three steps; `at step 2` is a copy from before the last."""
   folder = tmp_path_factory.mktemp("plain") / "run"
+  code, out, err = train(folder, run__steps=2)
+  assert code == 0, out + err
+  shutil.copytree(folder, folder.with_name("at step 2"))
   code, out, err = train(folder)
   assert code == 0, out + err
   assert "not written" not in out
@@ -154,3 +161,39 @@ class TestOutputs:
     assert code == 0, out
     check_same(folder, plain)
     assert "4 x trackio (TimeoutError: no answer for 0.1 s)" in out
+
+
+@pytest.mark.slow(minutes=0.3)
+def test_every_file_of_a_run_is_damaged(train, plain, tmp_path):
+  folder = shutil.copytree(plain.with_name("at step 2"), tmp_path / "run")
+  os.truncate(folder / "config.json", 1000)
+  (folder / "base_model" / "tokenizer.json").unlink()
+  flip(max((folder / "checkpoints/base").rglob("d/*"), key=size))
+  rows = (folder / "metrics.jsonl").read_text().splitlines()
+  (folder / "metrics.jsonl").write_text(
+    "\n".join([rows[0], "?", *rows[1:], ""])
+  )
+  (folder / "samples.jsonl").unlink()
+  (folder / "samples.jsonl").mkdir()
+  only = ["--config.run.steps=3", f"--workdir={folder}"]
+  code, out, err = train(folder, flags=only)
+  assert code == 0, err
+  check_same(folder, plain)
+  assert "config.json was damaged: written again" in out
+  assert "base_model was damaged: written again" in out
+  assert "metrics.jsonl has damaged lines" in out
+  assert "arrays differ from what was saved" in out
+  assert "base: damaged (" in out and "written again from the model" in out
+  names = "config.json", "base_model/tokenizer.json"
+  for name in names:
+    assert (folder / name).read_bytes() == (plain / name).read_bytes()
+
+
+def size(path):
+  return path.stat().st_size
+
+
+def flip(file):
+  data = bytearray(file.read_bytes())
+  data[len(data) // 2] ^= 4
+  file.write_bytes(data)
