@@ -366,7 +366,7 @@ class TestUnwritable:
       full.setattr(shutil, "disk_usage", usage)
       saver.save(3, tiny(3), TOLD)
     saver.wait()
-    why = "OSError: it needs 4 bytes, but only 3 are free"
+    why = "OSError: [Errno 28] it needs 4 bytes, but only 3 are free"
     self.assert_failed(saver, tmp_path, why)
 
   def test_a_file_size_limit_as_a_full_disk(self, tmp_path):
