@@ -98,3 +98,25 @@ def test_other_signals_are_passed_over(capfd):
   finally:
     signal.signal(signal.SIGUSR1, before)
   assert stopped.signal == 0 and capfd.readouterr().err == ""
+
+
+def test_a_closed_terminal_sends_several_that_end_nothing_at_once(capfd):
+  with signals.stop_on_signal() as stopped:
+    for _ in range(3):
+      os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGPIPE)
+    os.kill(os.getpid(), signal.SIGTERM)
+  assert stopped.signal == signal.SIGTERM
+  # Once for the terminal, and once for the request.
+  assert capfd.readouterr().err.count("finishing the current work") == 2
+
+
+def test_ignored_ones_stay_so():  # As with nohup.
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    with signals.stop_on_signal() as stopped:
+      os.kill(os.getpid(), signal.SIGHUP)
+    assert stopped.signal == 0
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+  finally:
+    signal.signal(signal.SIGHUP, before)

@@ -9,8 +9,9 @@ from helpers import tiny_run
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import workdir as workdir_lib
+from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.config import presets
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.trainer.workdir import Workdir
 
 SWITCHES = {
@@ -194,6 +195,55 @@ class TestRefused:
       Workdir(folder).changes(make())
 
 
+class TestDamaged:
+  """Settings that are damaged come from the newest checkpoint."""
+
+  @pytest.fixture
+  def folder(self, start):
+    folder = start(make())
+    new = make(run__steps=9)
+    workdir = Workdir(folder)
+    workdir.record(3, workdir.changes(new))
+    (folder / "metrics.jsonl").touch()
+    facts = workdir.facts(new, {})
+    commit.write(folder / "checkpoints" / "3", {}, {}, facts=facts)
+    return folder
+
+  @pytest.mark.parametrize("how", ["empty", "cut", "text", "gone", "folder"])
+  @pytest.mark.parametrize("name", ["config.json", "config_changes.jsonl"])
+  def test_a_file(self, folder, name, how):
+    file, workdir = folder / name, Workdir(folder)
+    before, intact = workdir_lib.read_config(folder), file.read_bytes()
+    file.unlink()
+    if how == "folder":
+      file.mkdir()
+    elif how != "gone":
+      text = {"empty": b"", "cut": intact[:20], "text": b"\xff?\n{}\n"}[how]
+      file.write_bytes(text)
+    found = workdir_lib.read_config(folder)
+    assert found.to_dict() == before.to_dict() and found.run.steps == 9
+    assert workdir.changes(make(run__steps=9)) == {}
+    (line,) = workdir.repair(before)
+    assert line == f"{name} was damaged: written again"
+    now = workdir_lib.read_settings(folder)
+    assert now[2] == [] and json.loads(file.read_bytes()) == json.loads(intact)
+
+  def test_a_changed_value_of_a_change(self, folder):
+    file = folder / "config_changes.jsonl"
+    file.write_text(file.read_text().replace("9]", "8]"))
+    assert workdir_lib.read_config(folder).run.steps == 9
+
+  def test_nothing(self, folder, model):
+    before = tiny_run.snapshot(folder)
+    assert Workdir(folder).repair(make()) == []
+    assert tiny_run.snapshot(folder) == before
+    (model / "tokenizer.json").write_text("other")
+    said = "changed since checkpoint 3 was saved; restore it from a copy"
+    facts = workdir_lib.facts(folder) | {"inputs": {"model.path": "x"}}
+    with pytest.raises(InputError, match=said):
+      Workdir(folder).check_facts(3, facts, {"model.path": "y"}, {})
+
+
 class TestAllowed:
   def test_nothing_changed(self, start):
     folder = start(make())
@@ -302,6 +352,24 @@ class TestHeld:
     with pytest.raises(InputError, match=f"{name}: not a .*; move it away"):
       with Workdir(tmp_path / "run").held():
         pass
+
+  def test_a_folder_that_is_moved_or_deleted(self, tmp_path):
+    folder, new = tmp_path / "run", tmp_path / "new"
+    with Workdir(folder).held() as _:
+      pass
+    workdir = Workdir(folder)
+    with workdir.held():
+      workdir.check()
+      folder.rename(new)
+      said = f"moved to {new} while it trained; resume with --workdir={new}"
+      with pytest.raises(TrainingStopped, match=said):
+        workdir.check()
+      folder.mkdir()  # Another one of the old name.
+      with pytest.raises(TrainingStopped, match="moved to"):
+        workdir.check()
+      shutil.rmtree(new)
+      with pytest.raises(TrainingStopped, match="deleted while it trained"):
+        workdir.check()
 
   def test_the_folder_of_a_model(self, model):
     before = tiny_run.snapshot(model)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -161,6 +162,36 @@ class TestOutputs:
     assert code == 0, out
     check_same(folder, plain)
     assert "4 x trackio (TimeoutError: no answer for 0.1 s)" in out
+
+
+# Another program, or user code, fails in step N.
+_FAILS = """
+import os, signal
+from jaxrl_llm.trainer import loop
+iterate = loop.iterate
+def failing(run, states, *rest):
+  if states.step + 1 == {step}:
+    {what}
+  return iterate(run, states, *rest)
+loop.iterate = failing
+"""
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_whatever_ends_it_ends_it_saved(train, plain, tmp_path):
+  folder, rarely = tmp_path / "run", {"checkpoint__every": 9}
+  hang_up = "os.kill(os.getpid(), signal.SIGHUP)"
+  code, out, _ = train(
+    folder, before=_FAILS.format(step=1, what=hang_up), **rarely
+  )
+  assert code == 128 + signal.SIGHUP and "SIGHUP at step 1, saved" in out
+  fails = _FAILS.format(step=3, what="raise RuntimeError('of a user')")
+  code, out, err = train(folder, before=fails, **rarely)
+  assert code == 1 and "RuntimeError: of a user" in err
+  assert "resumed from step 1" in out and "an error; step 2 is saved" in out
+  code, out, _ = train(folder, **rarely)
+  assert code == 0 and "resumed from step 2" in out
+  check_same(folder, plain)
 
 
 @pytest.mark.slow(minutes=0.3)
