@@ -45,6 +45,7 @@ def run(code):
     ("open('left.py', 'w').write('x')\nprint(os.getcwd())", "/"),
     ("print(1)\0", "error: embedded null byte"),
   ],
+  ids=range(10),  # Programs contain the number of this process.
 )
 def test_a_program_is_bounded_and_leaves_nothing(code, said):
   shown = run(f"import os, subprocess\n{code}")

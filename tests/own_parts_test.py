@@ -383,7 +383,7 @@ def test_a_tool_of_a_chat_model(tmp_path):
       ("leaf", {}),
     ),
     *(("member", {"reads": ()}), ("auxiliary", {}), ("optimizer", {})),
-    ("family", {}),
+    *(("family", {}), ("metric", {})),
   ],
 )
 def test_what_cannot_be_called_is_refused_when_it_is_registered(verb, more):
