@@ -48,10 +48,9 @@ def make_run(config: Any) -> Run:
   config = config_lib.with_absolute_paths(config)
   both = meshes.make_meshes(config)
   path = base_models.model_path(config)
-  tokenizer = Tokenizer(path)
-  model_config = _with_unused(hf.read_config(path), tokenizer)
+  model_config, tokenizer = hf.read_config(path), Tokenizer(path)
   data.check_context(config, model_config, tokenizer)
-  fns = make_fns(config, model_config, both)
+  fns = make_fns(config, _with_unused(model_config, tokenizer), both)
   if hf.is_model(config.value.init_from):
     tokenizer.check_same(Tokenizer(config.value.init_from))
   before = config_lib.answer_tokens(config)

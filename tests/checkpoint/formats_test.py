@@ -58,9 +58,11 @@ def test_is_read_whole(released):
   assert policy.step == 2 and digest.checksum(policy.params) == _POLICY[number]
   tiny_run.write_model(pathlib.Path("model"))
   run = build.make_run(make_config())
-  # A default that changed; on a CPU, both values are equivalent.
+  # A default that changed; on a CPU, both values are equivalent. Paths are
+  # stored absolute now.
+  path = ["model", os.path.abspath("model")]
   changed = Workdir(folder).changes(run.config)
-  assert changed == {"model.head_chunk": [128, 0]}
+  assert changed == {"model.head_chunk": [128, 0], "model.path": path}
   saver = checkpoint.Checkpointer(folder / "checkpoints", keep=2)
   states, weights = loop.restore(run, saver, 2)
   facts = saver.record(2)["facts"]
