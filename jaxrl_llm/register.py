@@ -37,7 +37,8 @@ _OWN: set[tuple[str, str]] = set()  # (key, name) of user-defined parts.
 
 def _add(table: dict, key: str, name: str, value: Any) -> None:
   """Adds a part; replaces a user-defined one, e.g. if a cell is run again."""
-  _check_callable(name, getattr(value, "make", value))
+  of = value if isinstance(value, schedules.Stop) else [value]
+  _check_callable(name, *(getattr(x, "make", x) for x in of))
   file = table.get(name)  # The file in `methods`, if it is being imported now.
   adds = isinstance(file, str) and f"jaxrl_llm.methods.{file}" in sys.modules
   if name in table and not adds and (key, name) not in _OWN:
