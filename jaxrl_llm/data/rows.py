@@ -93,7 +93,10 @@ def _convert(convert: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
     if len(errors) == _MOST_ERRORS:
       break
   if errors:
-    raise InputError("; ".join(errors))
+    # A folder is given once: the middle of long messages is left out.
+    folder = os.path.commonprefix(errors).rpartition("/")[0] + "/"
+    others = [error.removeprefix(folder) for error in errors[1:]]
+    raise InputError("; ".join([errors[0], *others]))
   return results
 
 

@@ -35,8 +35,8 @@ _FORMULA = (
   r"|\\\((?:[^\\]|\\[^()\[\]])+\\\)"
   r"|(?<![\w\\])\$(?=\S)(?:[^$\n\\]|\\.)+(?<=\S)\$(?![0-9]))"
 )
-# A word, a bracket such as `(3, 4)`, or `\log_2 8`, outside of formulas. `;` and
-# `#` separate words: `3+4=7;#7.`
+# A word, a bracket such as `(3, 4)`, or `\log_2 8`, outside of formulas. `;`
+# and `#` separate words: `3+4=7;#7.`
 _WORD = (
   r"(?:[-+\u2212]?\$)?"
   r"(?:(?:[(\[]|\\?\{)[^()\[\]{}\n$]{0,80}[)\]}]|[^\s$\\;#]"
