@@ -36,7 +36,7 @@ def test_an_update_measures_it(masked, streamed):
   objective = tiny_update.objective_of("policy", fns)
   gradient = update._gradient_of(objective)
   each = [
-    gradient(state.trained, batch.micro_batch(i), {}, temperature)[0]
+    gradient(state.trained, batch.micro_batch(i), None, {}, temperature)[0]
     for i in np.flatnonzero(tokens)
   ]
   flat = [
