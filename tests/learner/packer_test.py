@@ -13,10 +13,10 @@ from jaxrl_llm.types import Responses, Status, join_rows, take_rows, unjudged
 ROWS = 5
 
 
-def member(waits=False, **settings):
+def member(waits=False, mini_batch=3, **settings):
   """Makes a member with just the attributes that packing needs."""
   return types.SimpleNamespace(
-    settings=types.SimpleNamespace(**settings),
+    settings=types.SimpleNamespace(mini_batch=mini_batch, **settings),
     training=types.SimpleNamespace(waits=waits),
   )
 
