@@ -177,21 +177,25 @@ def test_what_is_frozen_keeps_its_value_and_has_no_moments():
 def test_an_auxiliary_loss_of_the_model_is_trained_and_logged(micro_batch_size):
   fns = make_fns("policy")
 
-  def logprobs(params, rows, temperature):
-    out, _ = fns.logprobs(params, rows, temperature)
+  def logprobs(params, rows, temperature, load):
+    out, _ = fns.logprobs(params, rows, temperature, load)
     scale = jnp.sum(models.merge(params)["final_norm"]["scale"])
-    # Tokens without a weight do not count.
-    return out, {"size": jnp.where(rows.mask, 0.25 * scale, 7.0)}
+    # Padding does not count.
+    return out, {"size": jnp.where(rows.segments > 0, 0.25 * scale, 7.0)}
 
   batch = make_batch("policy", micro_batch_size=micro_batch_size)
+  # A mean over tokens; with a power of two, sums have no rounding.
+  tokens = batch.packed.samples.sum()
+  np.testing.assert_allclose(batch.own_weight, 1 / tokens, rtol=1e-6)
+  batch, share = batch.replace(own_weight=np.float32(2**-9)), tokens / 2**9
   objective = objective_of("policy", fns._replace(logprobs=logprobs))
   apply = update.make_update(objective, SGD, RATE)
   after, row = apply(make_state("policy"), batch, TEMPERATURE)
-  # A mean over tokens, independent of the number of micro-batches.
+  # Independent of the number of micro-batches.
   scale = make_params("policy")["final_norm"]["scale"]
   np.testing.assert_allclose(
-    row["policy/size_loss"], 0.25 * scale.sum(), rtol=1e-6
+    row["policy/size_loss"], 0.25 * share * scale.sum(), rtol=1e-6
   )
   expected = updated("policy", batch)[0].trained
-  expected["final_norm"]["scale"] -= 0.25
+  expected["final_norm"]["scale"] -= np.float32(0.25 * share)
   chex.assert_trees_all_close(after.trained, expected, rtol=1e-6, atol=2e-8)
