@@ -124,14 +124,14 @@ def detect(
       )
       for alarm in raised:
         first.setdefault(alarm.host, alarm)
-    sizes = {}
-    for host, (_, _, begun, raised, _) in first.items():
-      held = found[(times >= begun) & (times <= raised), host]
-      sizes[host] = np.median(held, axis=0).max()
-    for host, alarm in first.items():
-      if sizes[host] >= SHARE * max(sizes.values()):
-        metric = names[order[alarm.metric]]
-        alarms.append(alarm._replace(host=int(hosts[host]), metric=metric))
+    sizes = [
+      np.median(found[(times >= a.since) & (times <= a.until), a.host], 0).max()
+      for a in first.values()
+    ]
+    for alarm, size in zip(first.values(), sizes):
+      if size >= SHARE * max(sizes):
+        host, metric = int(hosts[alarm.host]), names[order[alarm.metric]]
+        alarms.append(alarm._replace(host=host, metric=metric))
   return sorted(alarms, key=lambda alarm: alarm.until)
 
 

@@ -7,11 +7,9 @@ STRIDE_S = 5  # Seconds between scores.
 BEGINNING_S = 180  # First seconds of work, which show how healthy hosts differ.
 SPREAD = 2.5  # Standard deviations between hosts that count as one of noise.
 _FEW = 32  # Hosts x metrics up to which that is enough.
-# Fraction of the fleet's level that counts as one standard deviation: healthy
-# hosts differ by up to 20 %, and such a difference may begin at any time.
-FLOOR = 0.14
-KEPT_S = 90  # Seconds of a score that lasts while the fleet is idle.
-MISSING = 0.35  # Missing fraction that counts as one standard deviation.
+# Fraction of the level that counts as one standard deviation: the largest usual
+# difference of a host, within these limits.
+LEAST, FLOOR = 0.01, 0.14
 # For `median_scores`, chosen on simulated fleets; see docs/reliability.md.
 THRESHOLD = 1.6
 _ROBUST = 1.4826  # Standard deviation / MAD of a normal distribution.
@@ -68,10 +66,11 @@ def median_scores(x: np.ndarray) -> np.ndarray:
   happen to agree do not make another one look faulty. σ(t) is how far the hosts
   have drifted apart by time t (1.4826 times the median of |m| over hosts); c
   grows with the number of hosts and metrics, the largest of which would exceed
-  any fixed limit. f is `FLOOR` for a metric whose hosts differ by factors, and
-  half as much again after a pause in which the fleet's level was near 0. A host
-  also gets a score if it becomes still or restless (`_activity`) or stops
-  sending, and keeps its score while the whole fleet is idle (`_kept`).
+  any fixed limit. f is, for a metric whose hosts differ by factors, the largest
+  of their usual differences, up to `FLOOR` of the level, and more after a pause
+  in which the level was near 0. A host also gets a score if it becomes still or
+  restless (`_activity`), repeats a value or stops sending, and keeps its score
+  while the whole fleet is idle (`_kept`).
 
   Args:
     x: float [H, S, K] of one role, NaN where nothing arrived.
@@ -79,14 +78,13 @@ def median_scores(x: np.ndarray) -> np.ndarray:
   Returns:
     float32 [T, H, K]: every 5 seconds, from the end of the first minute on.
   """
-  tested = max(x.shape[0] * x.shape[2], _FEW)
-  spread = SPREAD * np.sqrt(np.log(tested) / np.log(_FEW))
+  tested = max(x.shape[0] * x.shape[2] / _FEW, 1)
+  spread = SPREAD * np.sqrt(1 + np.log(tested) / np.log(_FEW))
   # One metric at a time to save memory.
-  every = [_scores(x[..., k], spread) for k in range(x.shape[2])]
-  return np.stack(every, axis=-1)
+  return np.stack([_scores(x[..., k], spread) for k in range(x.shape[2])], -1)
 
 
-def residuals(x: np.ndarray, unit: np.ndarray, first: np.ndarray) -> np.ndarray:
+def residuals(x: np.ndarray, first, floor) -> np.ndarray:
   """Returns deviations from the median host beyond the usual ones.
 
   Healthy hosts differ permanently, by dozens of standard deviations of a
@@ -95,23 +93,21 @@ def residuals(x: np.ndarray, unit: np.ndarray, first: np.ndarray) -> np.ndarray:
   otherwise the median would be a single host, whose faults would displace all
   others. A norm is either a difference or, for a metric whose hosts differ by
   factors, a multiple of the fleet's level, whichever leaves less: a host that
-  needs 10 % more power does so at any level. Deviations of such a metric are
-  fractions of the fleet's level, or of a quarter of its usual level if that is
-  more: where all hosts are idle, nothing is large.
+  needs 10 % more power does so at any level.
 
   Args:
     x: float [H, S] of one metric, without NaN.
-    unit: unit of the deviations [S], from `baseline`.
     first: seconds of the baseline, from `baseline`.
+    floor: from `baseline`; 0 if hosts do not differ by factors.
   """
   common, usual = np.median(x, axis=0), x[:, first]
   gain = np.ones((len(x), 1))
   expected = common + np.median(usual - common[first], axis=1, keepdims=True)
-  if (unit != 1).any():
-    gain = np.median(usual / unit[first], axis=1, keepdims=True)
-    left = lambda e: np.mean(np.abs(x - e)[:, ::STRIDE_S] / unit[::STRIDE_S])
+  if floor.any():
+    gain = np.median(usual / common[first], axis=1, keepdims=True)
+    left = lambda e: np.mean(np.abs(x - e)[:, ::STRIDE_S])
     expected = min(gain * common, expected, key=left)
-  apart = ((x - expected) / unit).astype(np.float32)
+  apart = (x - expected).astype(np.float32)
   return (apart - np.median(apart, axis=0)) / np.maximum(gain, 0.5)
 
 
@@ -119,30 +115,28 @@ def baseline(x: np.ndarray) -> tuple[np.ndarray, ...]:
   """Returns how the hosts of a metric [H, S] are compared.
 
   Returns:
-    The unit of deviations [S], the seconds of the baseline, the smallest
-    deviation that counts as a standard deviation [T, 1], and when all hosts are
-    idle [T]. The unit is 1 and nobody is idle if hosts do not differ by factors
-    of a positive level.
+    The seconds of the baseline, the smallest deviation that counts as a
+    standard deviation [T, 1], and when all hosts are idle [T]. It is 0 and
+    nobody is idle if hosts do not differ by factors of a positive level.
   """
   common = np.median(x, axis=0)
   means = _means(common[None])
   first = np.arange(min(BEGINNING_S, common.size))
   # The job may end or begin at any time; its level may be high for seconds.
   level = max(np.median(common[first]), np.percentile(common, 80))
-  absolute = np.ones_like(common), first, 0 * means, means[:, 0] < -np.inf
+  absolute = first, 0 * means, means[:, 0] < -np.inf
   if level <= 0:
     return absolute
-  unit = np.maximum(common, level / 4)
   busy = np.flatnonzero(common >= level / 2)
   busy = busy[busy < busy[0] + BEGINNING_S]
-  apart = np.abs(np.median(x[:, busy] / unit[busy], axis=1) - 1)
+  apart = np.abs(np.median(x[:, busy] / common[busy], axis=1) - 1)
   if np.median(apart) > 0.3 or np.mean(x < -level / 10) > 0.01:
     return absolute
-  paused = means < level / 4
-  paused[: (busy[0] + MEAN_S) // STRIDE_S] = False  # Before the baseline.
-  idle = means[:, 0] < level / 2
-  again = np.maximum.accumulate(paused) & ~idle[:, None]
-  return unit, busy, FLOOR * (1 + again / 2), idle
+  idle = means < level / 4
+  begun = np.arange(len(means))[:, None] > busy[0] // STRIDE_S + 12
+  again = np.maximum.accumulate(idle & begun) & ~idle
+  floor = np.clip(apart.max(), LEAST, FLOOR)
+  return busy, level * (floor + 0.07 * again), idle[:, 0]
 
 
 def distances(points: np.ndarray) -> np.ndarray:
@@ -163,57 +157,66 @@ def distances(points: np.ndarray) -> np.ndarray:
 
 def _scores(x: np.ndarray, spread: float) -> np.ndarray:
   """Returns z of one metric, [H, S] -> [T, H]."""
-  filled = fill_gaps(x[..., None])[..., 0]
-  unit, first, floor, idle = baseline(filled)
-  steps = np.abs(np.diff(filled, axis=1, prepend=filled[:, :1])) / unit
+  filled, missing = fill_gaps(x[..., None])[..., 0], np.isnan(x)
+  first, floor, idle = baseline(filled)
+  steps = np.abs(np.diff(filled, axis=1, prepend=filled[:, :1]))
   # Resolution of a metric that hardly changes: a step that two hosts reach.
   smallest = np.where(steps > 0, steps, np.inf).min(axis=1)
-  resolution = np.nan_to_num(np.sort(smallest)[:2][-1], posinf=0.0)
-  residual = residuals(filled, unit, first)
-  level = _level(residual, first, np.maximum(resolution, floor), spread)
+  # Where hosts differ by factors, two may have glitches.
+  most = np.median(filled) / 8 if floor.any() else np.inf
+  resolution = min(np.nan_to_num(np.sort(smallest)[:2][-1], posinf=0.0), most)
+  # If all other hosts are constant, the smallest change counts.
+  least = max(resolution, 1e-6 * np.median(np.abs(filled)) + 1e-30)
+  residual = residuals(filled, first, floor)
+  level = _level(residual, first, np.maximum(least, floor), spread)
   still = resolution / MEAN_S + 0.04 * floor.min()
   activity = _activity(steps, first, still, spread)
-  missing = np.abs(_change(_means(np.isnan(x)), 0)) / MISSING
-  every = np.maximum(np.maximum(level, activity), missing)
-  return _kept(every, idle).astype(np.float32)
+  # Fractions of repeated and of missing samples that count as one are 0.5 and
+  # 0.35. Hosts at a limit, 0 or 100 %, repeat it.
+  low, high = np.percentile(filled, (0.1, 99.9))
+  within = _means((filled > low) & (filled < high))
+  repeated = _change(_means((steps == 0) & ~missing), first[0]) * within
+  missing = np.abs(_change(_means(missing), 0)) / 0.35
+  return _kept(np.max([level, activity, 2 * repeated, missing], axis=0), idle)
 
 
 def _kept(score: np.ndarray, idle: np.ndarray) -> np.ndarray:
   """Keeps the last score [T, H] of a busy fleet while it is idle [T].
 
-  It is the smallest score of `KEPT_S` seconds that end 30 seconds before.
+  It is the smallest score of 90 seconds (18 strides) that end a minute before.
   """
-  number, times = KEPT_S // STRIDE_S, np.arange(len(score))
-  last = np.maximum.accumulate(np.where(idle, 0, times))
-  for now in np.flatnonzero(idle & (last >= number + 5)):
-    before = score[last[now] - number - 5 : last[now] - 5]
+  last = np.maximum.accumulate(np.where(idle, 0, np.arange(idle.size)))
+  for now in np.flatnonzero(idle & (last >= 30)):
+    before = score[last[now] - 30 : last[now] - 12]
     score[now] = np.maximum(score[now], before.min(axis=0))
-  return score
+  return score.astype(np.float32)
 
 
 def _level(residual, first, least, spread) -> np.ndarray:
   """Scores displaced levels, [H, S] -> [T, H]."""
   size = np.abs(residual)
-  # If all other hosts are constant, the smallest change counts.
-  noise = max(_ROBUST * np.median(size), 1e-6 * size.max() + 1e-30)
+  noise = max(np.median(size), np.median(size[:, first]))  # Idle or not.
+  noise = np.maximum(_ROBUST * noise, least)
+  # One sample may be far off: a glitch of a counter.
+  residual = residual.clip(-1000 * noise.max(), 1000 * noise.max())
   means = _centered(_means(residual))
-  usual = _centered(_means(residual[:, first], MEAN_S // 2))
+  usual = np.array_split(residual[:, first], min(6, first.size), axis=1)
+  usual = _centered(np.array([np.median(part, axis=1) for part in usual]))
   outside = np.maximum(means - usual.max(axis=0), usual.min(axis=0) - means)
-  size = np.abs(means)
-  size = np.maximum(np.minimum(size, 2 * outside), size / 8)
-  noise = np.maximum(noise, least)
-  return size / np.maximum(noise, spread * _deviation(means))
+  size, apart = np.abs(means), spread * _deviation(means)
+  return np.clip(2 * outside, size / 8, size) / np.maximum(noise, apart)
 
 
 def _activity(steps, first, still, spread) -> np.ndarray:
   """Scores metrics that become still or restless, [H, S] -> [T, H].
 
   The score is the change of the log of the mean step between seconds; a metric
-  that freezes scores 3. Steps far below `still` are none.
+  that freezes scores 3. Steps far below `still` are none, and those far above
+  the usual ones count as 20: a glitch of a counter is no activity.
   """
-  means = _means(steps)
-  usual = max(np.median(means), np.median(steps[:, first].mean(axis=1)))
+  usual = max(np.median(_means(steps)), np.median(steps[:, first].mean(1)))
   still = max(0.05 * usual, still) + 1e-30
+  means = _means(np.minimum(steps, 20 * max(usual, still)))
   change = _change(np.log(means + still), first[0])
   return np.abs(change) / np.maximum(1, spread * _deviation(change))
 

@@ -17,7 +17,7 @@ def write(folder, host, rows):
 def samples(seed, seconds=900, broken=False, **more):
   values = np.random.default_rng(seed).normal(70, 2, (seconds, 2))
   if broken:
-    values[300:, 0] -= 40
+    values[300:, 0] -= 15
   return [
     {"time": _NOW + i, "duty_cycle": float(a), "power": float(b), **more}
     for i, (a, b) in enumerate(values)

@@ -7,8 +7,9 @@ factor, sometimes spreads to a few other hosts, and often stops the job, after
 which all hosts are idle. The hard profile doubles noise, bursts and the number
 of differences that begin.
 
-Settings of the detector may be chosen on `jobs`. `sites` differs in metrics,
-noise, course of jobs, and shapes of faults, and is only for reporting.
+Settings of the detector may be chosen on `jobs`. `sites` was looked at during
+development. It differs in metrics,
+noise, course of jobs, and shapes of faults.
 """
 
 import numpy as np
