@@ -31,5 +31,6 @@ def get_config(preset: str = ""):
   config.loss.kl_coefficient = 0.04
   config.loss.kl = "k3"
   config.optimizer.policy.epochs = 2
+  config.model.expert_capacity = 0.0  # Later epochs would drop other tokens.
   config.optimizer.policy.update(mini_batch=0, updates_per_step=1)
   return config

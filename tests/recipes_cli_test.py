@@ -102,6 +102,9 @@ off_policy.proximal=none loss.name=likelihood off_policy.correction=truncate: \
 loss.kl_coefficient=0.1 loss.kl_reward_coefficient=0.2: \
   loss.kl_coefficient, loss.kl_reward_coefficient
 loss.norm=100: loss.norm, loss.mode
+loss.kl=k1 loss.kl_coefficient=0.1: loss.kl, use 'k1+'
+model.expert_capacity=1.25 optimizer.policy.epochs=2: \
+  model.expert_capacity, optimizer.policy.epochs
 reward.overlong_buffer=65: reward.overlong_buffer, sampler.max_response_length
 """
 
