@@ -5,6 +5,7 @@ import runpy
 import sys
 
 from jaxrl_llm.config import hints
+from jaxrl_llm.system import streams
 
 
 def main() -> None:
@@ -13,6 +14,7 @@ def main() -> None:
   names = {file.stem: file for file in files}
   name = sys.argv[1] if len(sys.argv) > 1 else "--help"
   if name in ("-h", "--help"):
+    streams.protect()  # As of programs: `| head` ends.
     print(__doc__, end="\n\n")
     for name, file in names.items():
       text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))

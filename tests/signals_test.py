@@ -101,11 +101,15 @@ def test_other_signals_are_passed_over(capfd):
 
 
 def test_a_closed_terminal_sends_several_that_end_nothing_at_once(capfd):
-  with signals.stop_on_signal() as stopped:
-    for _ in range(3):
-      os.kill(os.getpid(), signal.SIGHUP)
-    os.kill(os.getpid(), signal.SIGPIPE)
-    os.kill(os.getpid(), signal.SIGTERM)
+  before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Not as with nohup.
+  try:
+    with signals.stop_on_signal() as stopped:
+      for _ in range(3):
+        os.kill(os.getpid(), signal.SIGHUP)
+      os.kill(os.getpid(), signal.SIGPIPE)
+      os.kill(os.getpid(), signal.SIGTERM)
+  finally:
+    signal.signal(signal.SIGHUP, before)
   assert stopped.signal == signal.SIGTERM
   # Once for the terminal, and once for the request.
   assert capfd.readouterr().err.count("finishing the current work") == 2
