@@ -23,7 +23,6 @@ def test_a_format_meets_adapters_windows_and_an_exact_sampler(model, tmp_path):
     model__matmul="fp8",
     model__lora_rank=4,
     value__lora_rank=4,
-    model__cache_dtype="float8_e4m3fn",
     sampler__exact=True,
   )
   assert found == [0, 0]
