@@ -127,7 +127,7 @@ def based_on(name: str, preset: str = "") -> ConfigDict:
     try:
       config = read["get_config"](*filter(None, [preset]))
     except (AttributeError, KeyError) as error:
-      # What a ConfigDict says; a KeyError with a name only is of another dict.
+      # Matches errors of a ConfigDict; other dicts give the name of a key only.
       said = r"""\W*(?:Key ")?(\w+)\W+($|n?Did you mean|does not exist)"""
       key = re.match(said, str(error))
       if key and (key[2] or isinstance(error, AttributeError)):
