@@ -52,10 +52,11 @@ def advice(error: BaseException, otherwise: str) -> str:
     otherwise: the result for any other cause.
   """
   while error is not None:
-    number = getattr(error, "errno", None)
-    # TensorStore quotes: [OS error 28: ENOSPC No space left on device].
-    quoted = re.search(r"OS error \d+: (E[A-Z]+)", str(error))
-    name = errno.errorcode.get(number, quoted and quoted[1])
+    # TensorStore quotes: [OS error 28: ENOSPC No space left on device], or in
+    # later versions: No space left on device [os_error_code='28'].
+    quoted = re.search(r"(?:OS error |os_error_code=')(\d+)", str(error))
+    number = getattr(error, "errno", None) or int(quoted[1] if quoted else 0)
+    name = errno.errorcode.get(number)
     if name in _ADVICE:
       return _ADVICE[name]
     if isinstance(error, TimeoutError):

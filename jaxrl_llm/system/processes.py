@@ -43,6 +43,8 @@ _waited_s = collections.defaultdict(float)  # By thread.
 _cleared = collections.defaultdict(int)  # Messages deleted, by channel.
 _sent = collections.defaultdict(int)  # Messages so far, by name of the thread.
 _APPEARS_S = 30  # Within this time every host must see another one's files.
+_BEATING = "alive"  # Name of the thread that shows that this process lives.
+_ended = threading.Event()  # This process has disconnected.
 _YEAR_MS = 365 * 24 * 3600 * 1000
 _TOGETHER = InputError, TrainingStopped
 
@@ -99,8 +101,13 @@ def disconnect() -> None:
   """Disconnects once all processes are done; does nothing without others."""
   global _patience_s
   if distributed.global_state.client is not None:
-    _patience_s = math.inf  # From now on the others may end.
+    patience_s, _patience_s = _patience_s, math.inf  # The others may end.
     jax.distributed.shutdown()
+    # A thread within a call of the client would abort the interpreter's end.
+    _ended.set()
+    for thread in threading.enumerate():
+      if thread.name == _BEATING:
+        thread.join(patience_s)
 
 
 class _Service:
@@ -160,10 +167,11 @@ def _watch() -> None:
         mine = f"alive/{index}", str(number)
         client.key_value_set(*mine, allow_overwrite=True)
         beats.update(client.key_value_dir_get("alive"))
-        time.sleep(_look_s())
+        if _ended.wait(_look_s()):
+          return
 
   # In a separate thread, as calls to a store in a frozen process block.
-  threading.Thread(target=beat, name="alive", daemon=True).start()
+  threading.Thread(target=beat, name=_BEATING, daemon=True).start()
   while True:
     time.sleep(_look_s())
     for other in range(count):

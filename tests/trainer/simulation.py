@@ -322,6 +322,8 @@ class _Learner:
 class _Worker:
   """Draws responses from the weights, prompts and unfinished responses."""
 
+  replay = None
+
   def __init__(self, source):
     self._source = source
 
@@ -390,7 +392,7 @@ def make_run(config) -> Run:
   source = PromptSource(
     _Examples(),
     lambda example: [1],
-    types.SimpleNamespace(decode=lambda *_, **__: ""),
+    types.SimpleNamespace(decode=lambda *_, **__: "", longest=1),
     seed=3,
     max_prompt_length=1,
   )
