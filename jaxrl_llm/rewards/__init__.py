@@ -52,12 +52,10 @@ _GIVEN = frozenset(
 def needs(reward: RewardFn) -> set[str]:
   """Returns the columns of the data, or `answer`, that a reward requires."""
   functions = reward.loaded() if isinstance(reward, Trl) else [reward]
-  named = [
-    p for fn in functions for p in inspect.signature(fn).parameters.values()
-  ]
   return {
     p.name
-    for p in named
+    for fn in functions
+    for p in inspect.signature(fn).parameters.values()
     if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
   } - _GIVEN
 

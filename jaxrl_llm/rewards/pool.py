@@ -106,7 +106,7 @@ class CallPool:
     if deadline_s <= 0:
       return None, "timeout"
     try:
-      line = json.dumps([deadline_s, job], default=_jsonable)
+      line = json.dumps([job, deadline_s], default=_jsonable)
     except (TypeError, ValueError) as error:
       return None, failure(error)
     worker = self._idle.get()
@@ -244,33 +244,23 @@ def serve(pickled: str, path: str) -> None:
     pickled: the function, see `_pickled`.
     path: entries of `sys.path` for the user's modules, as JSON.
   """
-  calls, answers = channels()
+  pipes = channels()
   sys.path += json.loads(path)
   fn = pickle.loads(base64.b64decode(pickled))
   getattr(_inner(fn), "prepare", lambda: None)()
-  kept = contained.adopt_orphans()  # Started by imported modules.
   gc.freeze()  # A garbage collection in a child would copy all memory pages.
-  print("started", file=answers, flush=True)
-  for line in calls:
-    deadline_s, given = json.loads(line)
-    mark = os.urandom(16).hex()
 
-    def answer(write: int, mark=mark, given=given) -> None:
-      with os.fdopen(write, "w") as file:
-        file.write(f"{mark}{json.dumps(_answer(fn, given))}\n")
+  def answer(given: Mapping[str, Any], mark: str, write: int) -> None:
+    with os.fdopen(write, "w") as file:
+      file.write(f"{mark}{json.dumps(_answer(fn, given))}\n")
 
-    said, why = contained.call(
-      answer,
-      deadline_s,
-      caller=calls.fileno(),
-      private=[answers.fileno()],
-      kept=kept,
-    )
-    text = json.dumps([None, why or "crash"])
-    # Nothing may follow the line.
-    if said.startswith(mark.encode()) and said.find(b"\n") == len(said) - 1:
-      text = said[len(mark) : -1].decode(errors="replace")
-    print(text, file=answers, flush=True)
+  contained.serve(pipes, answer, _line)
+
+
+def _line(output: bytes) -> str:
+  """Returns an answer; '' if anything follows its line."""
+  line, end, rest = output.decode(errors="replace").partition("\n")
+  return line if end and not rest else ""
 
 
 def _answer(

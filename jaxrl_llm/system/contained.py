@@ -14,14 +14,14 @@ import os
 import pathlib
 import resource
 import select
-import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO, TextIO
 
-from jaxrl_llm.system.workers import LONGEST_ANSWER, channels
+from jaxrl_llm.system.workers import LONGEST_ANSWER, channels, has_ended
 
 # Limits of a call. Each process has its own limits of memory and CPU time.
 _MEMORY_BYTES = 4 * 2**30  # Address space.
@@ -49,23 +49,46 @@ def limit(**most: int) -> None:
     resource.setrlimit(kind, (lowest, lowest))
 
 
-def adopt_orphans() -> set[int]:
-  """Makes this process adopt its orphaned descendants, and returns them all.
+def serve(
+  channels: tuple[BinaryIO, TextIO],
+  run: Callable[[Any, str, int], None],
+  read: Callable[[bytes], str],
+  most: int = LONGEST_ANSWER,
+) -> None:
+  """Runs a job in a child process for each line of a worker's input.
 
-  These, such as processes started by imported modules, outlive the calls.
+  A line is [job, time limit in seconds] as JSON.
+
+  Args:
+    channels: input and output of the worker.
+    run: (job, mark, file descriptor); writes the mark and its output.
+    read: output -> answer, a JSON pair; '' if it is none.
+    most: bytes of output after which the child is ended.
   """
+  lines, answers = channels
   _prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
-  return _descendants(set())
+  kept = _descendants(set())  # Started by imported modules.
+  print("started", file=answers, flush=True)
+  for line in lines:
+    job, deadline_s = json.loads(line)
+    mark = os.urandom(16).hex()
+    output, why = _call(
+      functools.partial(run, job, mark),
+      deadline_s,
+      [lines.fileno(), answers.fileno()],
+      kept,
+      most,
+    )
+    text = read(output[len(mark) :]) if output.startswith(mark.encode()) else ""
+    print(text or json.dumps([None, why or "crash"]), file=answers, flush=True)
 
 
-def call(
+def _call(
   function: Callable[[int], None],
   deadline_s: float,
-  *,
-  caller: int,
-  private: Collection[int] = (),
-  kept: Collection[int] = (),
-  most: int = LONGEST_ANSWER,
+  private: Sequence[int],
+  kept: set[int],
+  most: int,
 ) -> tuple[bytes, str]:
   """Calls a function in a child process, then ends all of its descendants.
 
@@ -75,9 +98,9 @@ def call(
   Args:
     function: writes its output to the file descriptor that it gets.
     deadline_s: time limit, in seconds.
-    caller: file descriptor that ends with the process that wants the output.
-    private: other file descriptors that the child must not have.
-    kept: processes that are not ended, see `adopt_orphans`.
+    private: file descriptors that the child must not have. The first one ends
+      with the process that wants the output.
+    kept: processes that are not ended; those of other users are added.
     most: bytes of output after which the child is ended.
 
   Returns:
@@ -85,13 +108,19 @@ def call(
     long or had too many processes.
   """
   with contextlib.ExitStack() as stack:
-    folder = stack.enter_context(_temporary_folder())
+    folder = ""
+    with contextlib.suppress(OSError):  # Such as a full disk.
+      folder = stack.enter_context(
+        tempfile.TemporaryDirectory(
+          prefix=f"jaxrl-{os.getpid()}-", ignore_cleanup_errors=True
+        )
+      )
     (read, write), (said, say) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
       try:
         _prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-        for channel in (caller, *private, read, said):
+        for channel in (*private, read, said):
           os.close(channel)
         os.dup2(say, 1)
         os.dup2(say, 2)
@@ -104,9 +133,10 @@ def call(
         os._exit(0)
     for channel in (read, said, say):  # Open here, `said` has no end.
       stack.callback(os.close, channel)
-    stack.callback(_end, child, {*kept})
+    stack.callback(_end, child, kept)
     os.close(write)
-    output, printed = bytearray(), 0
+    output, printed = bytearray(), bytearray()
+    stack.callback(_show, printed, said)
     end = time.monotonic() + deadline_s
     count_at = time.monotonic() + _COUNT_EVERY_S
     while len(output) < most:
@@ -117,51 +147,32 @@ def call(
         count_at = now + _COUNT_EVERY_S
         if len(_descendants(kept)) > _PROCESSES:
           return b"", "crash"
-      ready = _ready(min(end, count_at) - now, read, said, caller)
-      if caller in ready:
+      ready = _ready(min(end, count_at) - now, read, said, private[0])
+      if private[0] in ready:
         sys.exit()
       if said in ready:
-        printed += _pass_on(said, printed)
+        printed[_PRINTED_BYTES:] = os.read(said, 2**16)
       if read in ready:
         part = os.read(read, 2**16)
         if not part:
           break
         output += part
-      elif not ready and _has_ended(child):
+      elif not ready and has_ended(child):
         break  # Other processes have not closed the output.
-    while printed < _PRINTED_BYTES and _ready(0, said):
-      printed += _pass_on(said, printed)
     return bytes(output), ""
+
+
+def _show(printed: bytearray, said: int) -> None:
+  """Prints text to standard error, which drops what nobody reads."""
+  if _ready(0, said):
+    printed += os.read(said, 2**16)
+  text = printed[:_PRINTED_BYTES].decode(errors="replace")
+  print(text, end="", file=sys.stderr, flush=True)
 
 
 def _ready(wait_s: float, *streams: int) -> list[int]:
   """Waits until file descriptors can be read, and returns these."""
   return select.select(streams, [], [], wait_s)[0]
-
-
-def _pass_on(said: int, printed: int) -> int:
-  """Reads printed text, writes it to standard error and returns its length."""
-  # Not more than a pipe that is ready accepts without blocking.
-  part = os.read(said, select.PIPE_BUF)
-  if printed < _PRINTED_BYTES and select.select([], [2], [], 0)[1]:
-    with contextlib.suppress(OSError):
-      os.write(2, part)
-  return len(part)
-
-
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[str]:
-  """Yields a folder that is deleted; '' if none can be made."""
-  folder = ""
-  with contextlib.suppress(OSError):  # Such as a full disk.
-    folder = tempfile.mkdtemp(prefix=f"jaxrl-{os.getpid()}-")
-  try:
-    yield folder
-  finally:
-    try:
-      os.rmdir(folder)
-    except OSError:  # Most often it is empty.
-      shutil.rmtree(folder, ignore_errors=True)
 
 
 def _limit_call(deadline_s: float) -> None:
@@ -179,12 +190,6 @@ def _limit_call(deadline_s: float) -> None:
       file.write(b"1000")
 
 
-def _has_ended(child: int) -> bool:
-  """Returns whether a child has ended, without reaping it."""
-  how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-  return os.waitid(os.P_PID, child, how) is not None
-
-
 def _end(child: int, kept: set[int]) -> None:
   """Kills a child and all processes below this one, except `kept`."""
   os.kill(child, signal.SIGKILL)
@@ -200,7 +205,7 @@ def _end(child: int, kept: set[int]) -> None:
         pass  # Has ended, or is not a direct child yet.
 
 
-def _descendants(kept: Collection[int]) -> set[int]:
+def _descendants(kept: set[int]) -> set[int]:
   """Returns all processes below this one, except `kept` and those below."""
   with contextlib.suppress(ChildProcessError):  # There is none: most often.
     os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -219,31 +224,18 @@ def _descendants(kept: Collection[int]) -> set[int]:
 
 
 def serve_programs() -> None:
-  """Runs Python programs in a worker.
-
-  A line has a program and its time limit in seconds, as JSON; the answer is
-  what the program has printed.
-  """
-  lines, answers = channels()
-  kept = adopt_orphans()
-  print("started", file=answers, flush=True)
-  for line in lines:
-    code, deadline_s = json.loads(line)
-    run = functools.partial(_run_program, code)
-    printed, why = call(
-      run, deadline_s, caller=lines.fileno(), kept=kept, most=_PROGRAM_BYTES
-    )
-    text = printed.decode(errors="replace")
-    print(json.dumps([text, why or None]), file=answers, flush=True)
+  """Runs Python programs in a worker; the answer is what they have printed."""
+  printed = lambda output: json.dumps([output.decode(errors="replace"), None])
+  serve(channels(), _run_program, printed, _PROGRAM_BYTES)
 
 
-def _run_program(code: str, write: int) -> None:
+def _run_program(code: str, mark: str, write: int) -> None:
   """Replaces this process by a program, in the folder of temporary files."""
+  os.write(write, mark.encode())
   try:
     os.chdir(tempfile.gettempdir())
-    command = [sys.executable, "-I", "-c", code]
     os.dup2(write, 1)
     os.dup2(write, 2)
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, [sys.executable, "-I", "-c", code])
   except (OSError, ValueError) as error:  # Too long, or with a null character.
     os.write(write, f"error: {error}".encode())

@@ -9,20 +9,23 @@ import dataclasses
 import importlib
 import json
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 _PACKAGE = __name__.partition(".")[0] + "."
-_KINDS: dict[str, Callable[[Any], Any]] = {
-  "tuple": tuple,
-  "set": set,
-  "dict": dict,
-  "bytes": base64.b64decode,
-  "path": pathlib.Path,
-  "array": lambda x: _array(*x),
-  "made": lambda x: _made(*x),
+# What JSON lacks: kind -> its type, to its content, from its content.
+_KINDS = {
+  "tuple": (tuple, list, tuple),
+  "set": (set, list, set),
+  "dict": (dict, lambda x: [*map(list, x.items())], dict),
+  "bytes": (bytes, lambda x: base64.b64encode(x).decode(), base64.b64decode),
+  "path": (pathlib.PosixPath, str, pathlib.Path),
+  "array": (
+    np.ndarray,
+    lambda x: [str(x.dtype), list(x.shape), x.tobytes()],
+    lambda x: np.frombuffer(bytearray(x[2]), np.dtype(x[0])).reshape(x[1]),
+  ),
 }
 
 
@@ -46,32 +49,29 @@ def loads(message: bytes) -> Any:
 
 def _encoded(value: Any) -> Any:
   """Returns a value as JSON; those that it lacks become {kind: content}."""
-  kind = type(value)
-  if value is None or kind in (bool, int, float, str):
+  if value is None or type(value) in (bool, int, float, str):
     return value
-  if kind is list:
+  if type(value) is list:
     return [_encoded(x) for x in value]
-  if kind in (tuple, set):
-    return {kind.__name__: [_encoded(x) for x in value]}
-  if kind is dict:
-    return {"dict": [_encoded([*pair]) for pair in value.items()]}
-  if kind is bytes:
-    return {"bytes": base64.b64encode(value).decode()}
-  if isinstance(value, pathlib.Path):
-    return {"path": str(value)}
-  if isinstance(value, (np.ndarray, np.generic)):
-    data = base64.b64encode(np.asarray(value).tobytes()).decode()
-    return {"array": [str(value.dtype), list(value.shape), data]}
-  if dataclasses.is_dataclass(value):
+  value = np.asarray(value) if isinstance(value, np.generic) else value
+  for kind, (own, content, _) in _KINDS.items():
+    if type(value) is own:
+      return {kind: _encoded(content(value))}
+  return {"made": _encoded(_parts(value))}
+
+
+def _parts(value: Any) -> list[Any]:
+  """Returns module, name and arguments of a record or an error."""
+  kind = type(value)
+  if dataclasses.is_dataclass(kind):
     content = [getattr(value, field.name) for field in dataclasses.fields(kind)]
   elif isinstance(value, tuple):  # A named one.
     content = [*value]
   elif isinstance(value, Exception):
-    content = value.__reduce__()[1]
+    content = [*value.__reduce__()[1]]
   else:
     raise TypeError(f"cannot send a {kind.__name__} to another process")
-  content = [_encoded(x) for x in content]
-  return {"made": [kind.__module__, kind.__qualname__, content]}
+  return [kind.__module__, kind.__qualname__, content]
 
 
 def _decoded(value: Any) -> Any:
@@ -79,25 +79,20 @@ def _decoded(value: Any) -> Any:
     return [_decoded(x) for x in value]
   if isinstance(value, dict):
     ((kind, content),) = value.items()
-    return _KINDS[kind](_decoded(content))
+    content = _decoded(content)
+    return _made(*content) if kind == "made" else _KINDS[kind][2](content)
   return value
-
-
-def _array(dtype: str, shape: list[int], data: str) -> np.ndarray:
-  flat = np.frombuffer(base64.b64decode(data), np.dtype(dtype))
-  return flat.reshape(shape).copy()
 
 
 def _made(module: str, name: str, content: list[Any]) -> Any:
   """Makes a record or an error of this package, or an OSError."""
+  kind = None
+  if module.startswith(_PACKAGE):
+    kind = getattr(importlib.import_module(module), name)
   if (module, name) == ("builtins", "OSError"):
-    return OSError(*content)
-  if not module.startswith(_PACKAGE):
-    raise ValueError(f"a message has a {module}.{name}")
-  kind = getattr(importlib.import_module(module), name)
-  record = isinstance(kind, type) and (
-    issubclass(kind, (Exception, tuple)) or dataclasses.is_dataclass(kind)
-  )
-  if not record:
+    kind = OSError
+  if not isinstance(kind, type) or not (
+    dataclasses.is_dataclass(kind) or issubclass(kind, (Exception, tuple))
+  ):
     raise ValueError(f"a message has a {module}.{name}")
   return kind(*content)

@@ -22,6 +22,7 @@ class Output(io.RawIOBase):
   """Bytes written to a file descriptor, or dropped; never raises or hangs.
 
   Attributes:
+    name: stdout or stderr.
     lost: number of lines that were dropped.
     why: reason of the first loss.
     tell: called with a line at the first loss.
@@ -32,7 +33,7 @@ class Output(io.RawIOBase):
     self.tell: Callable[[str], Any] = lambda line: None
     # A copy: user code may close the original, and a file of the run that is
     # opened later would have its number.
-    self._number = self._file = number
+    self.name, self._file = _NAMES[number], number
     with contextlib.suppress(OSError):
       self._file = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
     self._patience_s, self.lost, self.why = patience_s, 0, ""
@@ -51,7 +52,7 @@ class Output(io.RawIOBase):
       self.lost += max(bytes(left).count(b"\n"), 1)
       if not self.why:
         self.why = error.strerror
-        self.tell(f"{_NAMES[self._number]}: {self.why}; the run goes on\n")
+        self.tell(f"{self.name}: {self.why}; the run goes on\n")
     return whole
 
   def writable(self) -> bool:
@@ -64,35 +65,28 @@ class Output(io.RawIOBase):
     return os.isatty(self._file)
 
 
+_protected: list[Output] = []
+
+
 def protect(patience_s: float = PATIENCE_S) -> None:
   """Makes standard output and error drop what nobody takes."""
   # A stream that was closed would get the number of a file of the run.
   while (file := os.open(os.devnull, os.O_RDWR)) < 3:
     pass
   os.close(file)
-  outputs = {x: Output(number, patience_s) for number, x in _NAMES.items()}
-  for name, output in outputs.items():
-    encoding = getattr(getattr(sys, name), "encoding", "utf-8")
+  _protected[:] = [Output(number, patience_s) for number in _NAMES]
+  for output, other in zip(_protected, reversed(_protected)):
     # A lost line is reported on the other stream.
-    (other,) = (x for x in outputs.values() if x is not output)
     output.tell = lambda line, other=other: other.write(line.encode())
     text = io.TextIOWrapper(
       io.BufferedWriter(output),
-      encoding,
+      getattr(getattr(sys, output.name), "encoding", "utf-8"),
       "backslashreplace",
       line_buffering=True,
     )
-    setattr(sys, name, text)
+    setattr(sys, output.name, text)
 
 
 def losses() -> list[str]:
   """Returns how much each protected stream has dropped, if anything."""
-  buffers = {
-    x: getattr(getattr(sys, x), "buffer", None) for x in _NAMES.values()
-  }
-  raws = {name: getattr(x, "raw", None) for name, x in buffers.items()}
-  return [
-    f"{raw.lost} lines of {name} ({raw.why})"
-    for name, raw in raws.items()
-    if isinstance(raw, Output) and raw.lost
-  ]
+  return [f"{x.lost} lines of {x.name} ({x.why})" for x in _protected if x.lost]

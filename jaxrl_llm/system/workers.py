@@ -70,6 +70,12 @@ def current_folder() -> list[str]:
   return found
 
 
+def has_ended(child: int) -> bool:
+  """Returns whether a child has ended; its PID is not reused yet."""
+  how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+  return os.waitid(os.P_PID, child, how) is not None
+
+
 class Worker:
   """A process that answers each line with a line, restarted if it dies."""
 
@@ -106,10 +112,7 @@ class Worker:
     if not self._started:
       # The first line comes without a request.
       self._started = bool(self._exchange("", _START_DEADLINE_S)[0])
-    # Checked without reaping it, so that its PID is not reused.
-    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    ended = os.waitid(os.P_PID, self._process.pid, how)
-    return self._started and ended is None
+    return self._started and not has_ended(self._process.pid)
 
   def ask(self, line: str, deadline_s: float) -> tuple[Any, str | None]:
     """Returns the answer to a line, a JSON pair; (None, error) if none came.
@@ -118,23 +121,22 @@ class Worker:
       RuntimeError: The process does not start.
     """
     with self._asking:
-      return self._ask(line, deadline_s)
-
-  def _ask(self, line: str, deadline_s: float) -> tuple[Any, str | None]:
-    if not self.started():  # Something killed it while it was idle.
-      self.close()
-      self._start()
-      if not self.started():
-        raise RuntimeError("a worker did not start: see its output above")
-    answer, failed = self._exchange(f"{line}\n", deadline_s)
-    if failed:
-      self.close()
-      self._start()
-      return None, failed
+      if not self.started():  # Something killed it while it was idle.
+        self._restart()
+        if not self.started():
+          raise RuntimeError("a worker did not start: see its output above")
+      answer, failed = self._exchange(f"{line}\n", deadline_s)
+      if failed:
+        self._restart()
+        return None, failed
     with contextlib.suppress(ValueError, TypeError, RecursionError):
       result, why = json.loads(answer)
       return result, why
     return None, "crash"  # User code wrote to the channel.
+
+  def _restart(self) -> None:
+    self.close()
+    self._start()
 
   def _exchange(self, text: str, deadline_s: float) -> tuple[bytes, str]:
     """Returns the answer, or '' with the reason: timeout or crash."""
