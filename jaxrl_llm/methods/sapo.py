@@ -29,7 +29,7 @@ import stat
 import sys
 import uuid
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -147,12 +147,8 @@ class Swarm:
     tokens, logprobs = record.get("tokens"), record.get("logprobs")
     if not (isinstance(tokens, list) and isinstance(logprobs, list)):
       raise InputError("it has no tokens and log-probs")
-    if (
-      not 0
-      < len(tokens)
-      == len(logprobs)
-      <= writer.engine.config.max_response_length
-    ):
+    most = writer.engine.config.max_response_length
+    if not 0 < len(tokens) == len(logprobs) <= most:
       raise InputError(
         "it needs 1 to sampler.max_response_length tokens, with a log-prob each"
       )
@@ -180,29 +176,35 @@ class Swarm:
       [location, record] of each, and the number of skipped lines and files.
     """
     self._skipped, names = 0, f"{self.run}-*.read"
-    if self._read is None:
-      what = f"config.schedule.share_in={self._own}: cannot be made"
-      with as_input_error(what, "choose another folder", OSError):
-        self._own.mkdir(parents=True, exist_ok=True)
-      self._read = {}
-      for file in sorted(self._own.glob(names)):  # Also of later batches.
-        with contextlib.suppress(OSError, ValueError), _open(file) as lines:
-          self._read |= json.loads(lines.readline())["read"]
     journal = self._own / names.replace("*", f"{number:012d}")
-    if os.path.lexists(journal):
-      try:
-        with _open(journal) as lines:
+    what = f"config.schedule.share_in={self._own}: cannot be used"
+    with as_input_error(what, "choose another folder", OSError, ValueError):
+      if self._read is None:
+        self._own.mkdir(parents=True, exist_ok=True)
+        self._read = {}
+        for file in sorted(self._own.glob(names)):  # Also of later batches.
+          with file.open() as lines:
+            self._read |= json.loads(lines.readline())["read"]
+      if journal.exists():
+        with journal.open() as lines:
           first, *records = map(json.loads, lines)
         return records, first["skipped"]
-      except (OSError, ValueError) as error:
-        self._skip(journal, f"cannot be read ({error})")
-        return [], self._skipped
     before, self._read, records = self._read, {**self._read}, []
     left = _MOST_BYTES
     for file in sorted({*self._files()}):
-      data, begin = self._new_data(file, left)
-      left -= len(data)
-      records += self._parsed(data, begin, file)
+      try:
+        about = file.stat()
+        if not stat.S_ISREG(about.st_mode):  # It may not end.
+          raise OSError("no regular file")
+        state = about.st_ino, about.st_size, about.st_mtime_ns
+        if left > 0 and self._seen.get(file) != state:
+          left -= self._take(file, left, records)
+          if left > 0:
+            self._seen[file] = state
+      except OSError as error:
+        if str(file) not in self._read:
+          self._read[str(file)] = 0
+          self._skip(file, error.strerror or str(error))
     new = dict(self._read.items() - before.items())
     text = [{"read": new, "skipped": self._skipped}, *records]
     text = "".join(json.dumps(line) + "\n" for line in text)
@@ -218,61 +220,32 @@ class Swarm:
           if os.path.lexists(file) and not file.name.startswith(self.run):
             yield file
 
-  def _new_data(self, file: pathlib.Path, most: int) -> tuple[bytes, int]:
-    """Reads at most that many bytes, of new lines that are complete.
+  def _take(self, file: pathlib.Path, most: int, records: list) -> int:
+    """Appends [location, record] of each new line; returns the bytes read.
 
-    Returns:
-      The bytes and their offset; none if the file is skipped.
+    Bad lines are skipped, and the last one is left if it is incomplete.
     """
-    try:
-      about = file.stat()
-      state = about.st_ino, about.st_size, about.st_mtime_ns
-      if self._seen.get(file) == state or not most:
-        return b"", 0
-      with _open(file) as content:
-        first = content.readline(_MOST_BYTES)
-        name = f"{file.name}:{digest.of_bytes(first.strip())}"
-        begin = content.seek(self._read.get(name, 0))
-        data = content.read(most)
-    except OSError as error:
-      if str(file) not in self._read:
-        self._read[str(file)] = 0
-        self._skip(file, error.strerror or str(error))
-      return b"", 0
-    if len(data) < most:
-      self._seen[file] = state
-    end = data.rfind(b"\n") + 1
-    with contextlib.suppress(ValueError, RecursionError):
-      json.loads(data[end:])  # Complete, though without a newline.
-      end = len(data)
-    if end:
-      self._read[name] = begin + end
-    elif len(data) == _MOST_BYTES:
-      self._skip(file, "has a line that is too long")
-      self._read[name], self._seen[file] = about.st_size, state
-    return data[:end], begin
-
-  def _parsed(self, data: bytes, begin: int, file: pathlib.Path) -> list:
-    """Returns [location, record] of each line; bad ones are skipped."""
-    records = []
-    for line in data.split(b"\n"):
-      where = f"{file}, byte {begin}"
-      begin += len(line) + 1
-      try:
-        if line.strip():
-          records.append([where, rows.parse_object(line.decode(), "it")])
-      except (InputError, UnicodeDecodeError) as error:
-        self._skip(where, str(error).partition(" (")[0])
-    return records
-
-
-def _open(path: pathlib.Path) -> BinaryIO:
-  """Opens a regular file; others raise an OSError, as they may not end."""
-  if not stat.S_ISREG(path.stat().st_mode):
-    raise OSError("no regular file")
-  # Does not wait for a writer of a pipe that has just replaced the file.
-  wait_not = lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
-  return open(path, "rb", opener=wait_not)
+    # Does not wait for a writer of a pipe that has just replaced the file.
+    with open(os.open(file, os.O_NONBLOCK), "rb") as content:
+      name = f"{file.name}:{digest.of_bytes(content.readline(2**16).strip())}"
+      begin = place = content.seek(self._read.get(name, 0))
+      while place < begin + most and (line := content.readline(_MOST_BYTES)):
+        where = f"{file}, byte {place}"
+        try:
+          if line.strip():
+            text = line.decode(errors="replace")
+            records.append([where, rows.parse_object(text, "it")])
+        except InputError as error:
+          if len(line) == _MOST_BYTES:
+            self._skip(file, "has a line that is too long")
+            self._read[name] = content.seek(0, os.SEEK_END)
+            break
+          if not line.endswith(b"\n"):
+            break
+          self._skip(where, str(error).partition(" (")[0])
+        place += len(line)
+        self._read[name] = place
+    return place - begin
 
 
 def _record(judged: Judged, row: int) -> dict[str, Any]:
