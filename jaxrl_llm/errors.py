@@ -30,17 +30,17 @@ class InputError(ValueError):
 
 # Causes that the system names, wherever they occur.
 _ADVICE = {
-  "ENOSPC": "free disk space",
-  "EDQUOT": "free disk space, or have the quota raised",
-  "EFBIG": "raise the limit on the size of files (ulimit -f)",
-  "EMFILE": "raise the limit on open files (ulimit -n)",
-  "ENOMEM": "free memory",
-  "EACCES": "give yourself permission",
-  "EPERM": "give yourself permission",
-  "EROFS": "mount the file system so that it can be written",
-  "EIO": "check the disk",
-  "ESTALE": "check the file server",
-  "ETIMEDOUT": "check the file server",
+  errno.ENOSPC: "free disk space",
+  errno.EDQUOT: "free disk space, or have the quota raised",
+  errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+  errno.EMFILE: "raise the limit on open files (ulimit -n)",
+  errno.ENOMEM: "free memory",
+  errno.EACCES: "give yourself permission",
+  errno.EPERM: "give yourself permission",
+  errno.EROFS: "mount the file system so that it can be written",
+  errno.EIO: "check the disk",
+  errno.ESTALE: "check the file server",
+  errno.ETIMEDOUT: "check the file server",
 }
 
 
@@ -56,9 +56,8 @@ def advice(error: BaseException, otherwise: str) -> str:
     # later versions: No space left on device [os_error_code='28'].
     quoted = re.search(r"(?:OS error |os_error_code=')(\d+)", str(error))
     number = getattr(error, "errno", None) or int(quoted[1] if quoted else 0)
-    name = errno.errorcode.get(number)
-    if name in _ADVICE:
-      return _ADVICE[name]
+    if number in _ADVICE:
+      return _ADVICE[number]
     if isinstance(error, TimeoutError):
       return "check the file server and the clock, which may have been set"
     error = error.__cause__ or error.__context__

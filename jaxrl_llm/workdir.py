@@ -13,7 +13,7 @@ atomically, so that the directory can be read at any time during the run.
 import contextlib
 import json
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,19 +77,22 @@ def read_config(workdir: pathlib.Path) -> Any:
     InputError: config.json is missing, or a file is damaged or has an unknown
       key, and there is no checkpoint.
   """
-  first, changes, _ = read_settings(workdir)
-  config = config_lib.default_config()
-  _update(config, first, workdir / CONFIG)
+  settings, changes, _ = read_settings(workdir)
   for row in changes:
-    changed = {key: value for key, (_, value) in row["changes"].items()}
-    _update(config, changed, workdir / CHANGES)
-  return config
+    settings |= {key: value for key, (_, value) in row["changes"].items()}
+  return to_config(settings, workdir / CHANGES)
 
 
-def to_config(settings: Mapping[str, Any]) -> Any:
-  """Makes a config from the result of `flat`."""
+def to_config(settings: Mapping[str, Any], file: Any = "settings") -> Any:
+  """Makes a config from the result of `flat`; errors name the file."""
   config = config_lib.default_config()
-  _update(config, settings, pathlib.Path("settings"))
+  changes = {
+    key: tuple(value) if isinstance(value, list) else value
+    for key, value in settings.items()
+    if _GONE.get(key, ...) != value
+  }
+  with located(str(file)):
+    config_lib.update(config, changes)
   return config
 
 
@@ -103,26 +106,22 @@ def read_settings(
   Raises:
     InputError: As in `read_config`.
   """
-  saved, damaged, found = facts(workdir), [], {}
-  # Earlier versions did not save them.
-  known = saved["changes"] if "changes" in saved else None
-  for name, read in ((CONFIG, _first_settings), (CHANGES, _changes)):
+  saved = facts(workdir)
+  known = saved.get("changes")  # Earlier versions did not save them.
+  first = dict(saved.get("config", {}))
+  for row in reversed(known or []):
+    first |= {key: value for key, (value, _) in row["changes"].items()}
+  found, damaged = [], []
+  kinds = (CONFIG, _first_settings, first), (CHANGES, _changes, known)
+  for name, read, lost in kinds:
     try:
-      found[name] = read(workdir / name)
-      lost = name == CHANGES and known and found[name][: len(known)] != known
+      found.append(read(workdir / name, known or []))
     except InputError:
       if known is None:
         raise
-      lost = True
-    if lost:
+      found.append(lost)
       damaged.append(name)
-      found[name] = known
-  if CONFIG in damaged:  # Without the changes.
-    first = dict(saved["config"])
-    for row in reversed(known):
-      first |= {key: value for key, (value, _) in row["changes"].items()}
-    found[CONFIG] = first
-  return found[CONFIG], found[CHANGES], damaged
+  return *found, damaged
 
 
 def facts(workdir: pathlib.Path) -> dict[str, Any]:
@@ -134,35 +133,24 @@ def facts(workdir: pathlib.Path) -> dict[str, Any]:
   return {}
 
 
-def _first_settings(file: pathlib.Path) -> dict[str, Any]:
+def _first_settings(file: pathlib.Path, _) -> dict[str, Any]:
   saved = flat(read_object(file, "give the --workdir of a run"))
-  _update(config_lib.default_config(), saved, file)
+  to_config(saved, file)
   return saved
 
 
-def _changes(file: pathlib.Path) -> list[dict[str, Any]]:
+def _changes(file: pathlib.Path, known: Sequence) -> list[dict[str, Any]]:
   """Reads {"step": step, "changes": {key: [old, new]}} of each resume."""
-  with as_input_error(f"{file}: cannot be read", "restore it", OSError):
+  kinds = OSError, KeyError, TypeError, ValueError, AttributeError
+  what = f"{file}: 'changes' must map keys to [old, new]"
+  with as_input_error(what, "restore the file", *kinds):
     rows = metrics.read_rows(file) if file.exists() else []
-  for changes in (row.get("changes") for row in rows):
-    if not isinstance(changes, dict) or not all(
-      isinstance(pair, list) and len(pair) == 2 for pair in changes.values()
-    ):
-      raise InputError(
-        f"{file}: 'changes' must map keys to [old, new]; restore the file"
-      )
+    for row in rows:
+      for _old, _new in row["changes"].values():
+        pass
+  if rows[: len(known)] != known:
+    raise InputError(f"{file}: it lacks changes; restore the file")
   return rows
-
-
-def _update(config: Any, saved: Mapping[str, Any], file: pathlib.Path) -> None:
-  """Sets dotted keys, given with their JSON values."""
-  changes = {
-    key: tuple(value) if isinstance(value, list) else value
-    for key, value in saved.items()
-    if _GONE.get(key, ...) != value
-  }
-  with located(str(file)):
-    config_lib.update(config, changes)
 
 
 def find_step(workdir: pathlib.Path, step: int | str | None = None) -> int:

@@ -256,13 +256,13 @@ def newest_undamaged(
       line = "checkpoint {} is damaged ({})".format
       return restored, [line(s, e.what) for s, e in damaged.items()]
     damaged[step] = failures[0]
-  if len(damaged) > 1:
-    newest = damaged[steps[-1]]
-    what = f"{newest.what}, and so are all earlier ones"
-    todo = "restore one from a copy, or start again with another --workdir"
-    raise commit.DamagedError(newest.folder, what, todo)
   if damaged:
-    raise damaged[steps[-1]]
+    newest = damaged[steps[-1]]
+    if len(damaged) > 1:
+      what = f"{newest.what}, and so are all earlier ones"
+      todo = "restore one from a copy, or start again with another --workdir"
+      newest = commit.DamagedError(newest.folder, what, todo)
+    raise newest
   return None, []
 
 

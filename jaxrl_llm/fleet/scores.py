@@ -238,8 +238,8 @@ def _deviation(x: np.ndarray) -> np.ndarray:
   return _ROBUST * np.median(np.abs(x), axis=1, keepdims=True)
 
 
-def _means(x: np.ndarray, span: int = MEAN_S) -> np.ndarray:
-  """Averages the last `span` seconds, every 5 seconds, [H, S] -> [T, H]."""
-  span = min(span, x.shape[1])
+def _means(x: np.ndarray) -> np.ndarray:
+  """Averages the last minute, every 5 seconds, [H, S] -> [T, H]."""
+  span = min(MEAN_S, x.shape[1])
   sums = np.pad(np.cumsum(x, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
   return (sums[:, span:] - sums[:, :-span]).T[::STRIDE_S] / span

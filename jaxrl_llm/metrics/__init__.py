@@ -30,6 +30,6 @@ from jaxrl_llm.metrics.trackers import check_trackers as check_trackers
 from jaxrl_llm.metrics.writers import (
   JsonlWriter as JsonlWriter,
   iterate_rows as iterate_rows,
+  mend as mend,
   read_rows as read_rows,
-  undamaged_rows as undamaged_rows,
 )

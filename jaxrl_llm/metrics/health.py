@@ -85,21 +85,15 @@ def same_rewards(accuracy: float, text: str) -> Find:
   are correct, or all incorrect.
   """
 
-  def find(
-    accuracies: Sequence[float],
-    spreads: Sequence[float],
-    means: Sequence[float],
-  ) -> str | None:
-    latest = accuracies[-SAME_REWARDS_STEPS:]
-    steps = len(latest)
-    spread = zip(spreads[-steps:], means[-steps:])
-    if set(latest) != {accuracy} or any(
-      std > SAME_REWARDS_SPREAD * abs(mean) for std, mean in spread
+  def find(*metrics: Sequence[float]) -> str | None:
+    latest = list(zip(*metrics))[-SAME_REWARDS_STEPS:]
+    if any(
+      now != accuracy or std > SAME_REWARDS_SPREAD * abs(mean)
+      for now, std, mean in latest
     ):
       return None
-    return (
-      f"{text} {'in the first step' if steps == 1 else f'for {steps} steps'}"
-    )
+    when = f"for {len(latest)} steps" if latest[1:] else "in the first step"
+    return f"{text} {when}"
 
   return find
 

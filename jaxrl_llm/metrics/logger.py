@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import os
 import pathlib
 import sys
@@ -15,7 +14,7 @@ from jaxrl_llm.metrics.outlets import Background, Outlet
 from jaxrl_llm.metrics.samples import Sample
 from jaxrl_llm.metrics.trackers import TRACKERS
 from jaxrl_llm.metrics.watchdog import Watchdog
-from jaxrl_llm.metrics.writers import JsonlWriter, NullWriter, Row, number
+from jaxrl_llm.metrics.writers import JsonlWriter, NullWriter, number
 from jaxrl_llm.system import streams
 
 _PHASES = ("time/", "host/")
@@ -111,9 +110,8 @@ class MetricsLogger(PhaseLogger):
     """
     super().__init__(**watched)
     workdir = pathlib.Path(workdir)
-    rows = JsonlWriter(workdir / "metrics.jsonl")
-    rows.truncate_after(last_step)
-    self.callback(rows.close)
+    opened = lambda name: self._opened(workdir / name, last_step)
+    self._logs.append(opened("metrics.jsonl").log)
     console = ConsoleWriter(total_steps=total_steps, stream=stream)
     self._console = Outlet(
       "console",
@@ -121,39 +119,35 @@ class MetricsLogger(PhaseLogger):
       lambda line: print(line, file=sys.stderr),
     )
     self.callback(self._console, "close")
-    self._samples = Outlet("samples.jsonl", self._append, self.event)
-    self._file = workdir / "samples.jsonl", None
-    self._samples([], last_step)
-    trackers = [
-      Background(
-        name,
-        TRACKERS[name](workdir, last_step=last_step, settings=settings),
-        self.event,
-      )
-      for name in tracked_by
-    ]
-    self.callback(self._report, [self._console, self._samples, *trackers])
-    for tracker in trackers:
+    # Tried again with every step, as long as it fails.
+    samples = functools.cache(lambda: opened("samples.jsonl"))
+    append = lambda rows: samples().append(rows)
+    self._samples = Outlet("samples.jsonl", append, self.event)
+    self._samples([])
+    outlets = [self._console, self._samples]
+    self.callback(self._report, outlets)
+    for name in tracked_by:
+      made = TRACKERS[name](workdir, last_step=last_step, settings=settings)
+      tracker = Background(name, made, self.event)
+      self._logs.append(tracker)
+      outlets.append(tracker)
       self.callback(tracker.close)
     of_console = functools.partial(functools.partial, self._console)
     self.callback(
       watch_compilations(of_console("compiling"), of_console("compiled"))
     )
-    self._logs += rows.log, *trackers, of_console("log")
+    self._logs.append(of_console("log"))
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Logs responses of a step; the console shows the first few."""
     self._samples([sample.row(step) for sample in samples])
     self._console("samples", step, samples[:_SHOWN])
 
-  def _append(self, rows: Sequence[Row], last_step: float = math.inf) -> None:
-    path, file = self._file
-    if file is None:
-      file = JsonlWriter(path)
-      file.truncate_after(last_step)
-      self.callback(file.close)
-      self._file = path, file
-    file.append(rows)
+  def _opened(self, path: pathlib.Path, last_step: int) -> JsonlWriter:
+    file = JsonlWriter(path)
+    file.truncate_after(last_step)
+    self.callback(file.close)
+    return file
 
   def _report(self, outlets: Sequence[Outlet]) -> None:
     """Counts what was not written, as the last line."""

@@ -64,7 +64,7 @@ class Background(Outlet):
     """
     super().__init__(name, self._put, tell)
     self._waiting: queue.SimpleQueue = queue.SimpleQueue()
-    self._moved, self._failed = time.monotonic(), None
+    self._moved = time.monotonic()
     self._thread = threading.Thread(
       target=self._run, args=(opened,), name=name, daemon=True
     )
@@ -72,40 +72,35 @@ class Background(Outlet):
 
   def close(self) -> None:
     """Waits until the consumer has everything, or hangs."""
-    if not (queued := self._waiting.qsize()):
-      self._moved = time.monotonic()
-    self._waiting.put((None,))
-    while self._thread.is_alive() and not self._stalled():
-      self._thread.join(0.1)
+    queued, before = self._waiting.qsize(), None
+    self._waiting.put(None)
+    while self._thread.is_alive() and before != self._waiting.qsize():
+      before = self._waiting.qsize()
+      self._thread.join(PATIENCE_S)
     if self._thread.is_alive():
-      self._lose(self._late, queued)
+      self._lose(self._late(), queued)
 
   def _put(self, *args: Any) -> None:
     if not self._waiting.qsize():
       self._moved = time.monotonic()
-    elif self._stalled():
-      raise self._late
-    if self._failed:
-      self._lose(self._failed)
-    else:
-      self._waiting.put(args)
+    elif time.monotonic() - self._moved > PATIENCE_S:
+      raise self._late()
+    self._waiting.put(args)
 
-  def _stalled(self) -> bool:
-    return time.monotonic() - self._moved > PATIENCE_S
-
-  @property
   def _late(self) -> TimeoutError:
     return TimeoutError(f"no answer for {PATIENCE_S:g} s")
 
   def _run(self, opened) -> None:
+    waiting = iter(self._waiting.get, None)
     try:
       with opened as write:
-        while (args := self._waiting.get()) != (None,):
+        for args in waiting:
           try:
             write(*args)
-          except Exception as error:
+          except BaseException as error:  # A service may also call exit.
             self._lose(error)
           self._moved = time.monotonic()
-    except BaseException as error:  # A service may also call exit.
-      self._failed = error
-      self._lose(error, self._waiting.qsize())
+    except BaseException as error:
+      self._lose(error, 0)
+      for _ in waiting:
+        self._lose(error)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,15 +34,21 @@ def iterate_rows(path: str | os.PathLike) -> Iterator[Row]:
   return (row for _, row in _parse(path))
 
 
-def undamaged_rows(path: str | os.PathLike) -> str | None:
-  """Returns the rows without damaged lines; None if there are none."""
+def mend(path: pathlib.Path) -> list[str]:
+  """Drops damaged lines of a file, which is kept as NAME.damaged.
+
+  Returns:
+    A line about it; none if no line was damaged.
+  """
   try:
     for _ in _parse(path):
       pass
+    return []
   except InputError:
-    lines = pathlib.Path(path).read_bytes().splitlines(keepends=True)
-    return b"".join(line for line in lines if _row(line)).decode()
-  return None
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = shutil.copy2(path, f"{path}.damaged")
+    files.write_whole(path, b"".join(filter(_row, lines)).decode())
+    return [f"{path.name} has damaged lines: see {kept}"]
 
 
 def _row(line: bytes) -> Row | None:
@@ -115,8 +122,8 @@ class JsonlWriter:
 
     A file that was removed or replaced meanwhile is restored.
     """
-    data = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-    left = data.encode()
+    lines = (json.dumps(row, allow_nan=False) + "\n" for row in rows)
+    left = "".join(lines).encode()
     with files.named(self._path):
       self._restore()
       size = os.fstat(self._file).st_size

@@ -109,10 +109,8 @@ def reached(run: Run) -> str:
       label = name.removeprefix("eval/").replace("/", " ")
       parts.append(f"{label} {values[0]:.3f} → {values[-1]:.3f}{error}")
       span = f" (steps {steps[0]:.0f} and {steps[-1]:.0f})"
-  failed = [
-    row["reward/errors"] for row in run.rows if row.get("reward/errors")
-  ]
-  errors = (
-    f"; the reward failed on {sum(failed):,.0f} responses in {len(failed)}"
-  )
-  return ", ".join(parts) + span + (f"{errors} steps" if failed else "")
+  _, errors = series(run, "reward/errors")
+  if errors.any():
+    span += f"; the reward failed on {errors.sum():,.0f} responses in"
+    span += f" {np.count_nonzero(errors)} steps"
+  return ", ".join(parts) + span

@@ -4,6 +4,7 @@ They are sized for `reward.correct` and `reward.incorrect`, but rewards may come
 from a user's function, an environment or a KL, and may have any size.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,21 +20,20 @@ _MOST_CLIPS = 100
 
 def bounds(config: Any, learner: Learner) -> dict[str, Rule]:
   """Returns the rules about rewards and returns that the settings imply."""
-  critic = learner.critic
-  support = critic and critic.fns.head.support
-  clip = critic and config.loss.clip_value
-  rules = {
+  low, high, clip = -math.inf, math.inf, math.inf
+  if critic := learner.critic:
+    low, high = critic.fns.head.support or (low, high)
+    clip = config.loss.clip_value or clip
+  lowest = 0 if config.estimator.name == "maxrl" else -math.inf
+  return {
     "reward_threshold": Rule(
       ("reward/accuracy", *_REWARDS),
       _all_alike,
       "accuracy, pass@k and dynamic sampling then distinguish nothing; if some"
       " of the responses are right, set reward.threshold to less than their"
       f" reward and more than others'; it is {config.reward.threshold:g}",
-    )
-  }
-  if support:
-    low, high = support
-    rules["value_bins"] = Rule(
+    ),
+    "value_bins": Rule(
       _RETURNS,
       _ranged(
         lambda least, most: least < low or most > high,
@@ -43,9 +43,8 @@ def bounds(config: Any, learner: Learner) -> dict[str, Rule]:
       "targets beyond the bins are clipped, and so are advantages; start a run"
       " with value.low and value.high around them, with a margin, or with"
       " smaller rewards or loss.kl_reward_coefficient",
-    )
-  if clip:
-    rules["value_clip"] = Rule(
+    ),
+    "value_clip": Rule(
       _RETURNS,
       _ranged(
         lambda least, most: most - least > _MOST_CLIPS * clip,
@@ -54,15 +53,14 @@ def bounds(config: Any, learner: Learner) -> dict[str, Rule]:
       ),
       "the critic cannot follow; raise loss.clip_value in proportion or set it"
       " to None, or scale the rewards down",
-    )
-  if config.estimator.name == "maxrl":
-    rules["negative_reward"] = Rule(
+    ),
+    "negative_reward": Rule(
       _REWARDS,
-      _ranged(lambda least, _: least < 0, "rewards are {:.3g} to {:.3g}"),
+      _ranged(lambda least, _: least < lowest, "rewards are {:.3g} to {:.3g}"),
       "'maxrl' divides by the mean reward of a group, which may be near 0 or"
       " below; use a reward without penalties, or another estimator.name",
-    )
-  return rules
+    ),
+  }
 
 
 def _ranged(wrong: Callable[[float, float], bool], text: str) -> Find:

@@ -50,7 +50,7 @@ from jaxrl_llm.trainer.iteration import check_sampler, iterate, sampled_with
 from jaxrl_llm.trainer.run import Run, States, restore, save
 from jaxrl_llm.trainer.value_pretraining import CHECKPOINTS
 from jaxrl_llm.trainer.workdir import Workdir
-from jaxrl_llm.workdir import best_step, describe
+from jaxrl_llm.workdir import ROWS, best_step, describe
 
 
 def train(
@@ -158,7 +158,8 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
       run, states, weights, folder, saver, logger, stopped, timer
     )
     if states.step >= config.run.steps:
-      for line in summary.reached(folder.rows(), folder.path):
+      rows = of_first(metrics.read_rows, folder.path / ROWS)
+      for line in summary.reached(rows, folder.path):
         logger.event(line)
       return 0
     logger.event(
@@ -223,7 +224,7 @@ def _train_on(
   """Iterates until the last step or a signal, and saves."""
   config = run.config
   # All rows so far, so that a resumed run gives the same warnings.
-  rows = folder.rows()
+  rows = of_first(metrics.read_rows, folder.path / ROWS)
   rules = metrics.RULES | bounds(config, run.learner)
   health = metrics.Health(rows, rules)
   unjudged = functools.reduce(_unjudged_in_a_row, rows, 0)
@@ -231,16 +232,14 @@ def _train_on(
     while states.step < config.run.steps and not stopped.agreed():
       folder.check()
       stopped.doing = f"step {states.step + 1}"
-      states, weights, row, warnings = _step(
+      states, weights, row = _step(
         run, states, weights, saver, logger, timer, health
       )
-      for warning in warnings:
-        logger.event(warning)
       if "host/suspect" in row and config.run.on_suspect == "stop":
         stopped.signal = stopped.signal or signals.SUSPECT
       best, step = config.checkpoint.best, states.step
       if step % config.checkpoint.every == 0 or (
-        best in row and folder.best_step(best) == step
+        best in row and of_first(best_step, folder.path, best) == step
       ):
         with timer.phase("checkpoint"):
           _save(states, saver, folder, run)
@@ -271,7 +270,7 @@ def _train_on(
 
 
 def _step(run, states, weights, saver, logger, timer, health) -> tuple:
-  """Makes a step and logs its row; also returns warnings about it."""
+  """Makes a step, and logs its row and warnings about it."""
   states, weights, row = iterate(run, states, weights, timer, logger)
   step = states.step
   if step % run.config.eval.every == 0 or step == run.config.run.steps:
@@ -290,7 +289,9 @@ def _step(run, states, weights, saver, logger, timer, health) -> tuple:
   # Log first: a checkpoint guarantees that its row is on disk. The time of a
   # save is therefore in the next row.
   logger.log(step, row)
-  return states, weights, row, warnings
+  for warning in warnings:
+    logger.event(warning)
+  return states, weights, row
 
 
 def _save_last(states, folder, saver, run, timer) -> None:

@@ -82,6 +82,8 @@ def restore(
 ) -> tuple[States, sync.VersionedWeights]:
   """Restores a checkpoint onto the run's mesh and sends the sampler's weights.
 
+  Damaged frozen parameters are made again from the model.
+
   Raises:
     InputError: The checkpoint is damaged or of another model.
   """
@@ -92,39 +94,29 @@ def restore(
     run.pipeline.abstract(step),
   )
   states = States(**saver.restore_states(step, abstract._asdict()))
-  # Earlier versions kept no checksums.
-  known = saver.record(step, "facts")["facts"].get("shared", {})
-  base = _load_base(run, saver, step, abstract.learner, known)
+  items, damage = _base_items(abstract.learner), ""
+  try:
+    base = checkpoint.load_base(saver.directory, step, items) if items else {}
+  except checkpoint.DamagedError as error:
+    damage = f"{error.folder}: damaged ({error.what})"
+    base = _base_items(run.learner.init(critic=run.critic_params))
   learner = states.learner
   learner = learner.replace(
     base={k: base.get(_BASE.format(k), {}) for k in learner.base},
     **run.learner.constants(),
   )
-  if known.get(_REFERENCE, 0) != _shared(learner).get(_REFERENCE, 0) and known:
+  # Earlier versions kept no checksums.
+  known = saver.record(step, "facts")["facts"].get("shared")
+  if (known is not None or damage) and known != _shared(learner):
     raise InputError(
-      f"{base_models.model_path(run.config)}: its weights, the reference of the"
-      f" KL, have changed since checkpoint {step} was saved; restore them"
+      f"{damage and damage + ', and '}{base_models.model_path(run.config)}: its"
+      " weights, or those of the checkpoint's base, have changed since"
+      f" checkpoint {step} was saved; restore them from a copy"
     )
+  if damage:
+    saver.save_base(base, again=damage)
   weights = run.transfer.send(learner.params("policy"), states.step)
   return states._replace(learner=learner), weights
-
-
-def _load_base(run, saver, step, abstract, known) -> dict[str, Any]:
-  """Reads the frozen parameters, or makes them again if they are damaged."""
-  items = _base_items(abstract)
-  try:
-    return checkpoint.load_base(saver.directory, step, items) if items else {}
-  except checkpoint.DamagedError as error:
-    made = run.learner.init(critic=run.critic_params)
-    items, found = _base_items(made), _shared(made)
-    if any(known.get(name) != found[name] for name in items):
-      raise InputError(
-        f"{error.folder}: damaged ({error.what}), and"
-        f" {base_models.model_path(run.config)} is not the model that it was"
-        " made from; restore one of them from a copy"
-      ) from error
-    saver.save_base(items, again=f"{error.folder}: damaged ({error.what})")
-    return items
 
 
 def _shared(learner: LearnerState) -> dict[str, int]:

@@ -47,16 +47,9 @@ def _of_first(method: Callable[..., Any]) -> Callable[..., Any]:
   return run
 
 
-def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns dotted keys as groups, as in config.json."""
-  groups: dict[str, Any] = {}
-  for key, value in settings.items():
-    *path, name = key.split(".")
-    group = groups
-    for part in path:
-      group = group.setdefault(part, {})
-    group[name] = value
-  return groups
+def _text(config: Any) -> str:
+  """Returns the text of config.json."""
+  return json.dumps(config.to_dict(), indent=2, default=str) + "\n"
 
 
 def _clear(place: pathlib.Path) -> None:
@@ -151,16 +144,6 @@ class Workdir:
     return reading.steps(self.path)
 
   @_of_first
-  def best_step(self, metric: str) -> int | None:
-    """Returns the step with the highest value of a metric."""
-    return reading.best_step(self.path, metric)
-
-  @_of_first
-  def rows(self) -> list[dict[str, Any]]:
-    """Returns the rows of the metrics."""
-    return metrics.read_rows(self.path / reading.ROWS)
-
-  @_of_first
   def changes(self, config: Any) -> Changes:
     """Compares the settings of the run with the given ones.
 
@@ -224,7 +207,7 @@ class Workdir:
       InputError: The directory cannot be written, or the model cannot be read.
     """
     file, model = self.path / reading.CONFIG, self.path / reading.MODEL
-    text = json.dumps(config.to_dict(), indent=2, default=str) + "\n"
+    text = _text(config)
     with self._writing():
       before = file.read_bytes() if file.exists() else b""
       # Left by a run whose checkpoints were removed.
@@ -251,15 +234,16 @@ class Workdir:
   def repair(self, config: Any) -> list[str]:
     """Writes damaged files of a resumed run again; returns a line for each."""
     first, changes, damaged = reading.read_settings(self.path)
-    texts = {reading.CONFIG: json.dumps(_nested(first), indent=2) + "\n"}
-    texts[reading.CHANGES] = "".join(json.dumps(x) + "\n" for x in changes)
+    texts = {
+      reading.CONFIG: _text(reading.to_config(first)),
+      reading.CHANGES: "".join(json.dumps(x) + "\n" for x in changes),
+    }
     base, model = base_models.model_path(config), self.path / reading.MODEL
     with self._writing():
       for name in damaged:
         _clear(self.path / name)
         files.write_whole(self.path / name, texts[name])
       if hf.settings_digest(base) != hf.settings_digest(model):
-        _clear(model)
         hf.copy_settings(base, model)
         files.tree_to_disk(model)
         damaged.append(reading.MODEL)
@@ -268,16 +252,10 @@ class Workdir:
   @_of_first
   def drop_damaged_rows(self) -> list[str]:
     """Drops damaged lines of the run's rows; returns a line for each file."""
-    lines = []
-    for name in (reading.ROWS, "samples.jsonl", "value_pretrain.jsonl"):
-      file = self.path / name
-      kept = metrics.undamaged_rows(file) if file.is_file() else None
-      if kept is not None:
-        with self._writing():
-          shutil.copy2(file, self.path / f"{name}.damaged")
-          files.write_whole(file, kept)
-        lines.append(f"{name} has damaged lines: see {name}.damaged")
-    return lines
+    names = reading.ROWS, "samples.jsonl", "value_pretrain.jsonl"
+    with self._writing():
+      found = filter(pathlib.Path.is_file, map(self.path.joinpath, names))
+      return list(itertools.chain(*map(metrics.mend, found)))
 
   @_of_first
   def record(self, step: int, changes: Changes) -> None:

@@ -223,6 +223,24 @@ def test_every_file_of_a_run_is_damaged(train, plain, tmp_path):
     assert (folder / name).read_bytes() == (plain / name).read_bytes()
 
 
+@pytest.mark.slow(minutes=0.2)
+def test_damaged_weights_are_not_replaced_by_others(
+  train, plain, model, tmp_path
+):
+  folder = shutil.copytree(plain.with_name("at step 2"), tmp_path / "run")
+  other = shutil.copytree(model, tmp_path / "other")
+  base = max((folder / "checkpoints/base").rglob("d/*"), key=size)
+  for file in (base, other / "model.safetensors"):
+    flip(file)
+  before = tiny_run.snapshot(folder)
+  given = [f"--workdir={folder}", f"--config.model.path={other}"]
+  code, _, err = train(folder, flags=["--config.run.steps=3", *given])
+  assert code == 2 and err.count("\n") == 1
+  assert "base: damaged (" in err and f"), and {other}: its weights" in err
+  assert "have changed since checkpoint 2 was saved; restore them" in err
+  assert tiny_run.snapshot(folder) == before
+
+
 def size(path):
   return path.stat().st_size
 
