@@ -27,12 +27,11 @@ def completion(
 
   Conversations use the model's chat template.
   """
-  check = functools.cache(lambda: _check_end(tokenizer, {}))
+  converse = functools.cache(lambda: chat(tokenizer))
 
   def template(example: Example) -> list[int]:
     if example.messages:
-      check()
-      return _converse(tokenizer, example, example.messages, {})
+      return converse()(example)
     text = _fill(question_format, example)
     return [*tokenizer.prefix, *tokenizer.encode(text)]
 
@@ -110,38 +109,27 @@ def chat(
     messages = example.messages or [{"role": "user", "content": content}]
     if messages[0]["role"] != "system":
       messages = [*opening, *messages]
-    return _converse(tokenizer, example, messages, kwargs)
+    messages = [*messages, *example.said]
+    variables = {"tools": _column(example, "tools", list) or None, **kwargs}
+    own = _column(example, "chat_template_kwargs", dict)
+    # Files with fixed columns have None for absent keys.
+    variables |= {k: x for k, x in own.items() if x is not None}
+    if example.said and messages[-1]["role"] == "assistant":
+      variables["add_generation_prompt"] = False
+    return tokenizer.apply_chat(messages, variables)
 
   return template
 
 
-def _converse(
-  tokenizer: Tokenizer,
-  example: Example,
-  messages: Sequence[Mapping[str, Any]],
-  kwargs: Mapping[str, Any],
-) -> list[int]:
-  """Renders messages, and those that follow, with the variables of the row."""
-  variables = {"tools": _variable(example, "tools", list), **kwargs}
-  variables |= _variable(example, "chat_template_kwargs", dict) or {}
-  messages = [*messages, *example.said]
-  if example.said and messages[-1]["role"] == "assistant":
-    variables["add_generation_prompt"] = False
-  return tokenizer.apply_chat(messages, variables)
-
-
-def _variable(example: Example, name: str, kind: type) -> Any:
-  """Returns a column of the row, perhaps JSON text; None if there is none."""
+def _column(example: Example, name: str, kind: type) -> Any:
+  """Returns a column of the row, perhaps JSON text; empty if there is none."""
   value = example.columns.get(name)
   what = f"{example.id}: column {name!r} is no {kind.__name__}"
   with as_input_error(what, "correct or rename it", TypeError, ValueError):
-    value = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(value, kind | None):
+    value = (json.loads(value) if isinstance(value, str) else value) or kind()
+    if not isinstance(value, kind):
       raise TypeError(f"got {type(value).__name__}")
-  if kind is dict and value:
-    # Files with fixed columns have None for absent keys.
-    value = {k: x for k, x in value.items() if x is not None}
-  return value or None
+  return value
 
 
 _TALK = (
@@ -217,14 +205,6 @@ def chat_reply(
 def several(text: str | Sequence[str]) -> Sequence[str]:
   """Returns a list of one or more texts."""
   return [text] if isinstance(text, str) else text
-
-
-def fewest(tokenizer: Tokenizer, *texts: str) -> int:
-  """Returns a lower bound of the number of tokens of texts.
-
-  With it, texts far beyond a limit need not be tokenised.
-  """
-  return sum(map(len, texts)) // tokenizer.longest
 
 
 def _texts(example: Example) -> list[str]:
@@ -417,20 +397,20 @@ class PromptSource:
 
   def _tokens(self, example: Example) -> tuple[int, ...] | None:
     """Returns the tokens of a prompt; None if it is dropped."""
-    count = fewest(self._tokenizer, *_texts(example))
-    if count <= self._max_length:
+    # Texts far beyond the limit are not tokenised.
+    tokens = range(self._tokenizer.fewest(_texts(example)))
+    if len(tokens) <= self._max_length:
       tokens = tuple(self._template(example))
-      if not tokens:
-        raise InputError(
-          f"prompt {example.id!r} has no tokens; correct data.template"
-        )
-      count = len(tokens)
-      if count <= self._max_length:
-        return tokens
+    if not tokens:
+      raise InputError(
+        f"prompt {example.id!r} has no tokens; correct data.template"
+      )
+    if len(tokens) <= self._max_length:
+      return tokens
     if self._drop:
       return None
     raise InputError(
-      f"prompt {example.id!r} has {count} tokens, the limit is"
+      f"prompt {example.id!r} has {len(tokens)} tokens, the limit is"
       f" {self._max_length}; raise data.max_prompt_length or set"
       " data.on_long='drop'"
     )

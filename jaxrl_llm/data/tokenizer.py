@@ -47,7 +47,6 @@ class Tokenizer:
     prefix: control tokens that the tokenizer adds before every text (Llama 3
       adds its bos token; most others add none).
     chat_template: Jinja source, or None.
-    longest: number of characters of the longest token.
   """
 
   def __init__(self, path: str | pathlib.Path):
@@ -80,7 +79,7 @@ class Tokenizer:
     vocabulary = plain.get_vocab(with_added_tokens=True)
     ids = set(vocabulary.values())
     self.vocab_size = self._rows = max(ids) + 1
-    self.longest = max(map(len, vocabulary))
+    self._longest = max(map(len, vocabulary))
     with library(f"{directory}/tokenizer.json: damaged tokenizer", AGAIN):
       self.prefix = prefix_of(plain)
       plain.decode_batch([[i] for i in ids])  # Fails here, not in a run.
@@ -144,6 +143,10 @@ class Tokenizer:
         f"{other.path}: its tokens differ from those of {self.path}; use a"
         " model with the same tokenizer"
       )
+
+  def fewest(self, texts: Iterable[str]) -> int:
+    """Returns a lower bound of the number of tokens of texts."""
+    return sum(map(len, texts)) // self._longest
 
   def encode(self, text: str) -> list[int]:
     """Encodes plain text; adds and recognizes no control tokens."""

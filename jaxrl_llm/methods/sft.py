@@ -16,11 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrl_llm import losses, register
 from jaxrl_llm.data import rows
-from jaxrl_llm.data.prompt_source import PromptSource, fewest
+from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Example, Prompt
 from jaxrl_llm.errors import InputError
 
@@ -71,49 +70,62 @@ class Demonstrations(PromptSource):
     prompt = super().prompt(example_id, group_id)
     if prompt is None:
       return None
-    count = fewest(self._tokenizer, *self._texts(prompt))
-    tokens, trained = [], []
-    if count <= self._max_response:
-      tokens, trained = self._answer(prompt)
-      count = len(tokens)
-    if count <= self._max_response:
+    said = self._said(prompt)
+    tokens = range(self._tokenizer.fewest(x["content"] for x in said))
+    if len(tokens) <= self._max_response:
+      tokens, trained = self._answer(prompt, said)
+    if len(tokens) <= self._max_response:
       given = {"opening": tuple(tokens), "demonstrated": tuple(trained)}
       return dataclasses.replace(prompt, tries=1, **given)
     if self._drop:
       return None
     raise InputError(
-      f"the answer to {prompt.id!r} has {count} tokens, the limit is"
+      f"the answer to {prompt.id!r} has {len(tokens)} tokens, the limit is"
       f" {self._max_response}; raise sampler.max_response_length or set"
       " data.on_long='drop'"
     )
 
-  def _texts(self, prompt: Prompt) -> list[str]:
-    """Returns the texts of an answer."""
-    said = prompt.completion
-    if not rows.is_conversation(said):
-      return [said] if isinstance(said, str) else []
-    return [message["content"] for message in said]
+  def _said(self, example: Example) -> Sequence[dict]:
+    """Returns the messages after the question; a text is one of them."""
+    said, text = example.completion, self._format
+    if rows.is_conversation(said) and said[0]["role"] == "assistant":
+      return said
+    if "{completion}" in text and not (isinstance(said, str) and said):
+      raise InputError(
+        f"{example.id}: its answer is {repr(said)[:40]}; give a text, or"
+        " messages that begin with the assistant's, and name their column by"
+        " data.columns={'completion': NAME}"
+      )
+    text = text.replace("{answer}", example.answer)
+    text = text.replace("{completion}", said or "")
+    return [{"role": "assistant", "content": text}]
 
-  def _answer(self, prompt: Prompt) -> tuple[list[int], list[bool]]:
+  def _answer(
+    self, prompt: Prompt, said: Sequence[dict]
+  ) -> tuple[list[int], list[bool]]:
     """Returns the tokens of an answer, and which of them are trained on."""
-    tokens, trained, said = [], [], prompt.completion
-    # Anything but messages that begin with an answer must be a text.
-    if not (rows.is_conversation(said) and said[0]["role"] == "assistant"):
-      said = [{"role": "assistant", "content": self._text(prompt)}]
-    context = list(prompt.tokens)
+    tokens, trained, begin = [], [], len(prompt.tokens)
     for turn, message in enumerate(said):
       if message["role"] != "assistant":
         continue
-      if turn:
-        context = self._rendered(prompt, said[:turn])
-        between = self._between(prompt, context, tokens)
-        tokens, trained = tokens + between, trained + [False] * len(between)
+      context = self._rendered(prompt, said[:turn])
+      # What the template writes between this answer and the previous one.
+      stops, seen = [-1, *self._stops(context)], len(self._stops(tokens))
+      if len(stops) <= seen:
+        raise InputError(
+          f"{prompt.id}: the chat template must end every answer with a stop"
+          " token, or turns cannot be separated; give one answer per row"
+        )
+      between = context[stops[seen] + 1 :]
       written = self._written(prompt, said[: turn + 1], context)
-      tokens, trained = tokens + written, trained + [True] * len(written)
-    return tokens, trained
+      tokens += between + written
+      trained += [False] * len(between) + [True] * len(written)
+    return tokens[begin:], trained[begin:]
 
   def _rendered(self, prompt: Prompt, said: Sequence[dict]) -> list[int]:
     """Returns the tokens of the prompt and the messages after it."""
+    if not said:
+      return list(prompt.tokens)
     return list(self._template(dataclasses.replace(prompt, said=said)))
 
   def _written(
@@ -127,25 +139,21 @@ class Demonstrations(PromptSource):
       context: tokens before this message.
     """
     tokenizer, content = self._tokenizer, said[-1]["content"]
-    whole = self._rendered(prompt, said)
+    whole, alone = self._rendered(prompt, said), tokenizer.continued(content)
+    # Templates may shorten an answer, usually by its reasoning.
+    plain = lambda tokens: "".join(tokenizer.decode(tokens).split())
     if whole == context:  # The template has no place for answers.
-      written = tokenizer.continued(content)
-      # Chat templates end all messages with one token; plain text has none.
-      ends = self._stops(prompt.tokens)[-1:]
-      end = prompt.tokens[ends[0]] if ends.size else tokenizer.eos_id
-    else:
-      written = self._rest(prompt, context, whole)
-      # Templates may shorten an answer, usually by its reasoning.
-      plain = lambda tokens: "".join(tokenizer.decode(tokens).split())
-      if plain(tokenizer.continued(content)) not in plain(whole):
-        raise InputError(
-          f"{prompt.id}: the chat template leaves out a part of the answer"
-          f" {content[:40]!r}; use a template that writes all of it"
-        )
-      ends = self._stops(written)[:1]
-      end = written[ends[0]] if ends.size else tokenizer.eos_id
-      written = written[: ends[0]] if ends.size else written
-    return [*written, end if self._stop is None else self._stop]
+      whole = [*context, *alone]
+    elif plain(alone) not in plain(whole):
+      raise InputError(
+        f"{prompt.id}: the chat template leaves out a part of the answer"
+        f" {content[:40]!r}; use a template that writes all of it"
+      )
+    # Chat templates end all messages with one token; plain text has none.
+    usual = [tokenizer.eos_id, *(context[i] for i in self._stops(context))]
+    written = [*self._rest(prompt, context, whole), usual[-1]]
+    end = self._stops(written)[0]
+    return [*written[:end], written[end] if self._stop is None else self._stop]
 
   def _rest(
     self, prompt: Prompt, context: list[int], whole: list[int]
@@ -158,7 +166,7 @@ class Demonstrations(PromptSource):
     decode = functools.partial(self._tokenizer.decode, skip_special=False)
     pairs = enumerate(zip(context, whole))
     same = next((i for i, (a, b) in pairs if a != b), len(context))
-    known, opened = len(decode(context[:same])), decode(context)
+    opened = decode(context)
     for end in range(same, len(whole) + 1):
       text = decode(whole[:end])
       if text.startswith(opened):
@@ -168,38 +176,14 @@ class Demonstrations(PromptSource):
         break
     raise InputError(
       f"{prompt.id}: the chat template ends its prompt with"
-      f" {opened[known:]!r}, but writes this answer without; choose answers,"
-      " data.template_settings or a template that agree"
+      f" {decode(context[same:])!r}, but writes this answer without; choose"
+      " answers, data.template_settings or a template that agree"
     )
 
-  def _between(
-    self, prompt: Prompt, context: list[int], tokens: list[int]
-  ) -> list[int]:
-    """Returns the template's tokens between an answer and the next one."""
-    seen = self._stops([*prompt.tokens, *tokens]).size
-    stops = self._stops(context)
-    if stops.size < seen:
-      raise InputError(
-        f"{prompt.id}: the chat template must end every answer with a stop"
-        " token, or turns cannot be separated; give one answer per row"
-      )
-    return context[stops[seen - 1] + 1 :]
-
-  def _stops(self, tokens: Sequence[int]) -> np.ndarray:
+  def _stops(self, tokens: Sequence[int]) -> list[int]:
     """Returns the positions of stop tokens."""
-    return np.flatnonzero(np.isin(tokens, self._tokenizer.stop_tokens))
-
-  def _text(self, example: Example) -> str:
-    """Returns the text of a text answer."""
-    said, text = example.completion, self._format
-    if "{completion}" in text and not (isinstance(said, str) and said):
-      raise InputError(
-        f"{example.id}: its answer is {repr(said)[:40]}; give a text, or"
-        " messages that begin with the assistant's, and name their column by"
-        " data.columns={'completion': NAME}"
-      )
-    text = text.replace("{answer}", example.answer)
-    return text.replace("{completion}", said or "")
+    stop = self._tokenizer.stop_tokens
+    return [i for i, token in enumerate(tokens) if token in stop]
 
 
 def given(mask) -> jax.Array:
