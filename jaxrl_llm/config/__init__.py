@@ -211,11 +211,10 @@ def with_absolute_paths(config: Any) -> Any:
   nothing that exists is unchanged: it is a name, such as gsm8k, or an error.
   """
   config, values = copy.deepcopy(config), config.to_dict()
-  for key in filter(lambda key: KEYS[key].path, KEYS):
-    value = get(values, key)
-    absolute = _absolute(value, KEYS[key].path == NEW_PATH)
-    if absolute != value:
-      update(config, {key: absolute})
+  for name, key in KEYS.items():
+    if key.path:
+      absolute = _absolute(get(values, name), key.path == NEW_PATH)
+      update(config, {name: absolute})
   return config
 
 
@@ -235,11 +234,11 @@ def _absolute(value: Any, new: bool) -> Any:
 
 def _exists(text: str) -> bool:
   """Returns whether a text is a path and not the name of something else."""
-  if glob.has_magic(text) and glob.glob(text):
-    return True
   # A folder may have the name of a dataset, but not one with a config.json.
-  marks = os.path.isfile(os.path.join(text, "config.json")) or os.sep in text
-  return os.path.isfile(text) or (marks and os.path.exists(text))
+  is_name = os.path.isdir(text) and os.sep not in text
+  if is_name and not os.path.isfile(os.path.join(text, "config.json")):
+    return False
+  return os.path.exists(text) or bool(glob.glob(text))
 
 
 def batch_size(config: Any) -> int:

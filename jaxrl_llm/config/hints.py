@@ -32,8 +32,11 @@ def hint(key: str) -> str:
     if known in peers:
       return f"{known} {peers[known]}"
   if not 0 < len(same) < 4:
-    near = max(KEYS, key=lambda known: _likeness(key, known))
-    same = [near] if _likeness(key, near) > 0.6 else []
+    parts = {known: known.rpartition(".")[::2] for known in KEYS}
+    groups = [group for group, _ in parts.values()]
+    near = difflib.get_close_matches(parent, groups, 1) if parent else groups
+    names = {last: k for k, (group, last) in parts.items() if group in near}
+    same = [names[x] for x in difflib.get_close_matches(name, names, 1)]
   return f"did you mean {' or '.join(same)}?" if same else _ALL
 
 
@@ -49,10 +52,3 @@ def _peers() -> dict[str, str]:
     for name in f"{trl}, {verl}".split(", "):
       found.setdefault(name, ": ".join([what, *note]))
   return found
-
-
-def _likeness(key: str, known: str) -> float:
-  """Returns the similarity of two keys, 0 to 1: minimum of group and name."""
-  group, name = zip(key.rpartition(".")[::2], known.rpartition(".")[::2])
-  both = (group, name) if group[0] else (name,)
-  return min(difflib.SequenceMatcher(None, *pair).ratio() for pair in both)

@@ -1,5 +1,6 @@
 """Templates that turn examples into prompts, and the source of prompts."""
 
+import contextlib
 import functools
 import json
 import re
@@ -140,15 +141,14 @@ _TALK = (
 
 def _check_end(tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> None:
   """Refuses a chat template whose answers end with no stop token."""
-  try:
+  tokens, pieces = [], []
+  # Raised, and explained, where the template is needed.
+  with contextlib.suppress(InputError):
     whole = {**kwargs, "add_generation_prompt": False}
     tokens = tokenizer.apply_chat(_TALK, whole)
     pieces = tokenizer.pieces(tokens)
-  except InputError:  # Raised, and explained, where the template is needed.
-    return
-  answers = [i for i, piece in enumerate(pieces) if "!" in piece]
-  rest = range(answers[-1] + 1 if answers else len(tokens), len(tokens))
-  ends = [i for i in rest if pieces[i].strip()]
+  last = max((i for i, x in enumerate(pieces) if "!" in x), default=len(pieces))
+  ends = [i for i in range(last + 1, len(pieces)) if pieces[i].strip()]
   if ends and tokens[ends[0]] not in tokenizer.stop_tokens:
     raise InputError(
       f"{tokenizer.path}: the chat template ends answers with"

@@ -9,6 +9,7 @@ mapping names other columns. All columns stay with the example, for rewards.
 import collections
 import contextlib
 import decimal
+import functools
 import glob
 import json
 import os
@@ -40,11 +41,8 @@ _HUB = (
 )
 
 
-# First bytes of compressed files -> command that decompresses them.
-_COMPRESSED = {
-  **{b"\x1f\x8b": "gunzip", b"PK\x03\x04": "unzip", b"BZh": "bunzip2"},
-  **{b"\xfd7zXZ": "unxz", b"(\xb5/\xfd": "unzstd"},
-}
+# First bytes of files of gzip, zip, bzip2, xz and zstd.
+_COMPRESSED = b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"(\xb5/\xfd"
 _MOST_ERRORS = 5  # Bad rows that one message describes.
 
 
@@ -72,12 +70,7 @@ def read_examples(
     if paths.count(file) > 1:
       raise InputError(f"{file} is named twice; name every file once")
   for file, stem in zip(paths, told_apart([x.stem for x in paths], paths)):
-    convert = lambda row, stem=stem: to_example(
-      row,
-      columns,
-      name=f"{stem}-{row.where.rpartition(':')[2]}",
-      source=stem,
-    )
+    convert = functools.partial(to_example, columns=columns, source=stem)
     examples += _convert(convert, read_rows(file))
   return examples
 
@@ -145,15 +138,15 @@ def parse_rows(data: bytes, name: str, *, text: bool = False) -> list[Row]:
   if data.startswith(b"PAR1"):
     records = enumerate(_read_parquet(data, name), start=1)
     rows = [Row(f"{name}:{number}", plain(x)) for number, x in records]
-  elif kind := next(filter(data.startswith, _COMPRESSED), b""):
+  elif data.startswith(_COMPRESSED):
     raise InputError(
-      f"{name}: a compressed file; decompress it with {_COMPRESSED[kind]}"
+      f"{name}: a compressed file; decompress it with gunzip, unzip or the like"
     )
   elif text:
     rows = [Row(at, {"prompt": line}) for at, line in read_lines(data, name)]
   else:
     parse = lambda line: Row(
-      line[0], parse_object(line[1], line[0], unique=True)
+      line[0], parse_object(line[1], line[0], object_pairs_hook=_unique)
     )
     rows = _convert(parse, read_lines(data, name))
   if not rows:
@@ -225,11 +218,7 @@ def read_object(path: pathlib.Path, advice: str) -> dict[str, Any]:
 
 
 def parse_object(
-  text: str,
-  where: str,
-  advice: str = "write one object per line",
-  *,
-  unique: bool = False,
+  text: str, where: str, advice: str = "write one object per line", **hooks: Any
 ) -> dict[str, Any]:
   """Parses a JSON object.
 
@@ -237,25 +226,23 @@ def parse_object(
     text: content of a line or a file.
     where: its location, for messages.
     advice: advice in the error.
-    unique: whether a key that occurs twice is an error; otherwise the last
-      value counts.
+    **hooks: arguments of `json.loads`.
 
   Raises:
     InputError: The text is not a JSON object.
   """
   with as_input_error(f"{where}: not JSON", advice, ValueError, RecursionError):
-    hook = _unique if unique else None
-    value = json.loads(text, parse_constant=_refuse, object_pairs_hook=hook)
+    value = json.loads(text, parse_constant=_refuse, **hooks)
   if not isinstance(value, dict):
     raise InputError(f"{where}: not a JSON object; {advice}")
   return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """Makes an object of its entries, for which JSON allows equal names."""
   value = dict(pairs)
   if len(value) < len(pairs):
-    names = [name for name, _ in pairs]
-    twice = next(name for name in names if names.count(name) > 1)
+    ((twice, _),) = collections.Counter(k for k, _ in pairs).most_common(1)
     raise ValueError(f"{twice!r} is given twice")
   return value
 
@@ -277,7 +264,7 @@ def to_example(
   Args:
     row: a row of the data.
     columns: key of `COLUMNS` -> name of a column; dots access nested objects.
-    name: id of the example, unless the row has one.
+    name: id of the example, unless the row has one; '' is source and line.
     source: data source of the example, unless the row has one.
     solved: whether to read the answer. Rows whose question is in a column
       `question` or `problem` must then have one; for others the reward decides.
@@ -307,20 +294,22 @@ def to_example(
       raise InputError(
         f"{row.where}: {key!r} begins with the assistant; begin with a question"
       )
-  found = _find(row, columns, "answer")[1] if solved else None
-  answers = [_text(x, row, "answer") for x in _answers(found)]
-  if solved and not any(answers) and key in ("question", "problem"):
+  found = _answers(_find(row, columns, "answer")[1]) if solved else []
+  answer, *others = [_text(x, row, "answer") for x in found] or [""]
+  if solved and not answer and key in ("question", "problem"):
     raise InputError(f"{row.where}: {_lacks(row, 'answer')}")
   text = _text(asked, row, key)  # Checks a conversation too.
+  name = name or (source and f"{source}-{row.where.rpartition(':')[2]}")
+  given = lambda key: _text(_find(row, columns, key)[1], row, key)
   return Example(
-    id=_text(_find(row, columns, "id")[1], row, "id") or name,
+    id=given("id") or name,
     question=text if is_text else asked[-1]["content"],
-    answer=answers[0] or "" if answers else "",
-    source=_text(_find(row, columns, "source")[1], row, "source") or source,
+    answer=answer,
+    source=given("source") or source,
     messages=None if is_text else asked,
     completion=completion,
     columns=row.fields,
-    alternatives=tuple(answers[1:]),
+    alternatives=tuple(others),
   )
 
 
@@ -332,10 +321,9 @@ def _answers(value: Any) -> list[Any]:
   inner = list(value.values()) if isinstance(value, dict) else value
   if isinstance(inner, list) and len(inner) == 1:
     return _answers(inner[0])
-  several = isinstance(value, list) and not any(
-    isinstance(x, list | dict) for x in value
-  )
-  return [x for x in value if x is not None] if several else [value]
+  if not isinstance(value, list) or {list, dict} & {*map(type, value)}:
+    value = [value]
+  return [x for x in value if x is not None]
 
 
 def _conversation(value: Any, where: str, name: str) -> list[dict[str, Any]]:
@@ -347,18 +335,10 @@ def _conversation(value: Any, where: str, name: str) -> list[dict[str, Any]]:
   Raises:
     InputError: The value is something else.
   """
-  found, what = [], repr(name)
+  what, found = repr(name), []
   for message in value if isinstance(value, list) else ():
-    message = dict(message) if isinstance(message, dict) else {"": message}
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [{"text": content}]
-    texts = [x.get("text") if isinstance(x, dict) else None for x in parts]
-    if texts == [None] and message.get("tool_calls"):
-      texts = [""]
-    if all(isinstance(text, str) for text in texts):
-      message["content"] = "".join(texts)
-    found.append(message)
-    if not is_conversation([message]):
+    found.append(_message(message))
+    if not is_conversation(found[-1:]):
       what, value = f"message {len(found)} of {what}", message
       break
   if is_conversation(found):
@@ -369,13 +349,24 @@ def _conversation(value: Any, where: str, name: str) -> list[dict[str, Any]]:
   )
 
 
+def _message(message: Any) -> Any:
+  """Returns a message with its text parts, or no text, as one text."""
+  with contextlib.suppress(AttributeError, TypeError):  # Of another kind.
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+      content = ""
+    if isinstance(content, list):
+      content = "".join(part.get("text") for part in content)
+    return {**message, "content": content}
+  return message
+
+
 def is_conversation(value: Any) -> bool:
   """Whether a value is a list of messages with string roles and contents."""
-  if not isinstance(value, list) or not value:
-    return False
-  return all(
+  messages = value if isinstance(value, list) else []
+  return bool(messages) and all(
     isinstance(message, dict) and isinstance(message.get(key), str)
-    for message in value
+    for message in messages
     for key in ("role", "content")
   )
 

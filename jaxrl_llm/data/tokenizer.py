@@ -115,8 +115,7 @@ class Tokenizer:
       InputError: A stop or bos token has no row.
     """
     self._rows = min(self._rows, vocab_size)
-    bos = [] if self.bos_id is None else [self.bos_id]
-    self._with_rows([*self.stop_tokens, *bos, *self.prefix])
+    self._with_rows([*self.stop_tokens, self.bos_id or 0, *self.prefix])
 
   def _with_rows(self, tokens: list[int]) -> list[int]:
     """Returns the tokens; raises an InputError if one has no embedding."""
@@ -158,33 +157,24 @@ class Tokenizer:
     Differs from `encode` for tokenizers that mark the beginning of a text, such
     as those of Llama 2 and Mistral by a space.
     """
-    for before, tokens in self._before:
-      with contextlib.suppress(InputError):
-        joined = self.encode(before + text)
-        if joined[: len(tokens)] == tokens:
-          return joined[len(tokens) :]
-    return self.encode(text)
-
-  @functools.cached_property
-  def _before(self) -> list[tuple[str, list[int]]]:
-    """Texts that a continuation may follow, with their tokens."""
-    found = []
     for before in _BEFORE:
       with contextlib.suppress(InputError):
-        tokens = self.encode(before)
+        start, whole = self.encode(before), self.encode(before + text)
         # Unknown characters could be joined with others.
-        if before in self.decode(tokens, skip_special=False):
-          found.append((before, tokens))
-    return found
+        known = before in self.decode(start, skip_special=False)
+        if known and whole[: len(start)] == start:
+          return whole[len(start) :]
+    return self.encode(text)
 
   @functools.cached_property
   def _encode_part(self) -> Callable[[str], list[int]]:
     """`encode` or `continued`: how texts after control tokens are encoded."""
-    name, control = next(iter(self._special.items()))
-    probe = self._before[0][0] if self._before else ""
-    part = self._encode(self._control, name + probe)
-    same = part == [control, *self.encode(probe)]
-    return self.encode if same else self.continued
+    name = next(iter(self._special))
+    for text in _BEFORE.strip():  # Some control tokens take a line break away.
+      with contextlib.suppress(InputError):
+        if self._encode(self._control, name + text)[1:] != self.encode(text):
+          return self.continued
+    return self.encode
 
   def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     what = f"{self.path}/tokenizer.json cannot tokenise {text[:40]!r}"
@@ -212,17 +202,17 @@ class Tokenizer:
     Raises:
       InputError: A text is not exactly one token; the message contains `name`.
     """
-    tokens = [
-      [self._special[text]] if text in self._special else self.continued(text)
-      for text in texts
-    ]
-    for text, found in zip(texts, tokens):
-      if len(found) != 1:
+    found = []
+    for text in texts:
+      own = self._special.get(text)
+      tokens = self.continued(text) if own is None else [own]
+      if len(tokens) != 1:
         raise InputError(
-          f"{name} has {text!r}, which is {len(found)} tokens of {self.path};"
+          f"{name} has {text!r}, which is {len(tokens)} tokens of {self.path};"
           " each text must be a single token"
         )
-    return [token for (token,) in tokens]
+      found += tokens
+    return found
 
   def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
     """Returns the text of `ids`, by default without stop, bos and padding.
@@ -309,41 +299,18 @@ class Tokenizer:
         " tokenizer_config.json; give prompts as text, not as messages, with"
         " data.template='completion' or without --chat"
       )
-    pattern, kwargs = self._spelling, kwargs or {}
-    # Replace spellings in messages by characters that occur nowhere else, so
-    # that the template may trim and split content freely, and restore them
-    # after the template's own control tokens have been cut out.
-    plain = [*map(dict, messages)]
-    written = json.dumps(plain, ensure_ascii=False, default=str)
-    taken = self.chat_template + written
-    taken += json.dumps([*kwargs.items()], ensure_ascii=False, default=str)
-    unused = (chr(c) for c in _PRIVATE_USE if chr(c) not in taken)
-    disguise = dict(zip(self._special, unused))
-    reveal = str.maketrans({v: k for k, v in disguise.items()})
-
-    def hide(value):
-      if isinstance(value, str):
-        return pattern.sub(lambda x: disguise[x[0]], value)
-      if isinstance(value, list):
-        return [hide(x) for x in value]
-      if isinstance(value, dict):
-        return {k: hide(x) for k, x in value.items() if x is not None}
-      return value
-
-    # Unlike in messages, a variable may be None.
-    kwargs = {name: hide(value) for name, value in kwargs.items()}
-    rendered = self._render(hide(json.loads(written)), kwargs)
+    given = {"messages": [*map(dict, messages)], **(kwargs or {})}
+    rendered, reveal = self._render_disguised(given)
     if rendered == rendered.translate(reveal):
       # Encode everything at once: the tokens of a piece may depend on context.
       # If the normalizer turned other text into a control token, fall through
       # and encode the pieces separately.
       tokens = self._encode(self._control, rendered)
-      ids = {*self._special.values()}
-      control = [self._special[text] for text in pattern.findall(rendered)]
-      if [token for token in tokens if token in ids] == control:
-        return self._with_rows(tokens)
+      ids, names = {*self._special.values()}, self._spelling.findall(rendered)
+      if [i for i in tokens if i in ids] == [self._special[x] for x in names]:
+        return tokens
     tokens = []
-    for piece in pattern.split(rendered):
+    for piece in self._spelling.split(rendered):
       if piece in self._special:
         tokens.append(self._special[piece])
       elif piece:
@@ -351,17 +318,43 @@ class Tokenizer:
         tokens.extend(encode(piece.translate(reveal)))
     return self._with_rows(tokens)
 
-  def _render(
-    self, messages: Sequence[Mapping[str, str]], kwargs: Mapping[str, Any]
-  ) -> str:
+  def _render_disguised(
+    self, given: Mapping[str, Any]
+  ) -> tuple[str, dict[int, str]]:
+    """Renders the chat template without names of control tokens in variables.
+
+    They are replaced by characters that occur nowhere else, so that the
+    template may trim and split texts freely.
+
+    Args:
+      given: variables of the template.
+
+    Returns:
+      The text, and a table for `str.translate` that restores the names.
+    """
+    written = json.dumps(given, ensure_ascii=False, default=_as_json)
+    taken = self.chat_template + written
+    unused = (chr(c) for c in _PRIVATE_USE if chr(c) not in taken)
+    disguise = dict(zip(self._special, unused))
+
+    def hide(value):
+      if isinstance(value, str):
+        return self._spelling.sub(lambda x: disguise[x[0]], value)
+      if isinstance(value, list):
+        return [hide(x) for x in value]
+      if isinstance(value, dict):
+        return {k: hide(x) for k, x in value.items() if x is not None}
+      return value
+
+    # Unlike in messages, a variable may be None.
+    given = {name: hide(value) for name, value in json.loads(written).items()}
+    reveal = str.maketrans({v: k for k, v in disguise.items()})
+    return self._render(given), reveal
+
+  def _render(self, given: Mapping[str, Any]) -> str:
     spelling = {i: text for text, i in self._special.items()}
-    known = {
-      "messages": messages,
-      "add_generation_prompt": True,
-      # None, not undefined, as in transformers: templates test for either.
-      "tools": None,
-      "documents": None,
-    }
+    # None, not undefined, as in transformers: templates test for either.
+    known = {"add_generation_prompt": True, "tools": None, "documents": None}
     # Undefined if the tokenizer has none, also if config.json has one (Qwen).
     for name, i in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
       content = content_of(self._token_config.get(name, spelling.get(i)))
@@ -369,8 +362,13 @@ class Tokenizer:
     with as_input_error(
       f"{self.path}: the chat template failed",
       "check chat_template in tokenizer_config.json",
-      Exception,  # Includes variables that cannot be serialized.
+      Exception,
     ):
-      known |= kwargs
+      known |= given
       by_tools = known["tools"] and self._tool_template
       return chat_template.render(by_tools or self.chat_template, known)
+
+
+def _as_json(value: Any) -> Any:
+  """Returns what JSON has for a value of another type."""
+  return dict(value) if isinstance(value, Mapping) else str(value)

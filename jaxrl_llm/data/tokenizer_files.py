@@ -32,6 +32,7 @@ def library(what: str, advice: str) -> Iterator[None]:
 
 
 def read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
+  """Reads a `tokenizer.json`; raises an InputError if it is damaged."""
   text = read_text(path, "give a model directory that has a tokenizer.json")
   with library(f"{path}: damaged tokenizer", AGAIN):
     tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -108,12 +109,12 @@ def templates_of(
     found = read_text(path, AGAIN)
   if found is None:
     return {}
-  templates = {"default": found}
-  if isinstance(found, list) and all(isinstance(x, dict) for x in found):
-    templates = {str(x.get("name")): x.get("template") for x in found}
-  texts = [x for x in templates.values() if isinstance(x, str)]
-  long = max(map(len, texts), default=0) > _MAX_TEMPLATE_CHARS
-  if long or len(texts) < len(templates) or "default" not in templates:
+  if not isinstance(found, list):
+    found = [{"name": "default", "template": found}]
+  named = [x for x in found if isinstance(x, dict)]
+  templates = {str(x.get("name")): x.get("template") for x in named}
+  fits = lambda x: isinstance(x, str) and len(x) <= _MAX_TEMPLATE_CHARS
+  if "default" not in templates or not all(map(fits, templates.values())):
     raise InputError(
       f"{directory}: chat_template must be a text of at most"
       f" {_MAX_TEMPLATE_CHARS} characters, or a list of such with their names,"

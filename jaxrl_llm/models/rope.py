@@ -28,8 +28,6 @@ _RANGES = {
   "original_max_position_embeddings": (1, 1 << 30),
 }
 _YARN_FAST, _YARN_SLOW = 32.0, 1.0  # Turns over the original context.
-# Other keys of YaRN, with the only supported value.
-_YARN = {"beta_fast": _YARN_FAST, "beta_slow": _YARN_SLOW, "truncate": True}
 LLAMA_THETA = 10000.0  # Default of Llama files without one.
 
 
@@ -175,38 +173,30 @@ def _from_block(block: Any, context: Any) -> tuple[Any, RopeScaling | None]:
   fields = {name: block.get(name) for name in _RANGES}
   other = {key: value for key, value in block.items() if key not in _RANGES}
   theta = other.pop("rope_theta", None)
-  if other.get("partial_rotary_factor") == 1:
-    del other["partial_rotary_factor"]
   older = other.pop("type", None)
   kind = other.pop("rope_type", older)
   length = fields["original_max_position_embeddings"]
   if isinstance(length, float) and length.is_integer():
     fields["original_max_position_embeddings"] = int(length)
+  # The only supported values of other keys.
+  usual = {"partial_rotary_factor": 1}
   if kind == "yarn":
     if length is None:
       fields["original_max_position_embeddings"] = context
-    _drop_defaults(other, fields["factor"])
+    usual |= {"beta_fast": _YARN_FAST, "beta_slow": _YARN_SLOW}
+    usual |= {"truncate": True}
+    if isinstance(fields["factor"], int | float) and fields["factor"] >= 1:
+      usual |= {"attention_factor": _yarn_scale(fields["factor"])}
   for key, value in other.items():
-    if value is not None:
+    number = value if isinstance(value, int | float) else math.nan
+    same = math.isclose(number, usual.get(key, math.nan), rel_tol=1e-6)
+    if value is not None and not same:
       raise ValueError(
         f"contains {show(key)}, which is not supported; use a model without it"
       )
   if kind is None and all(value is None for value in fields.values()):
     kind = "default"  # An object with only theta.
   return theta, None if kind == "default" else RopeScaling(kind, **fields)
-
-
-def _drop_defaults(other: dict[str, Any], factor: Any) -> None:
-  """Drops keys of YaRN whose values are those of `frequencies`."""
-  scales = {}
-  if isinstance(factor, int | float) and factor >= 1:
-    scales = {"attention_factor": _yarn_scale(factor)}
-  for key, value in (_YARN | scales).items():
-    given = other.get(key)
-    if isinstance(given, int | float) and math.isclose(
-      given, value, rel_tol=1e-6
-    ):
-      del other[key]
 
 
 def check_range(key: str, value: Any, low: float, high: float) -> None:

@@ -89,7 +89,7 @@ def call(tools: dict[str, Callable[..., Any]], text: str) -> str:
     given = asked.get("arguments") if isinstance(asked, dict) else asked
     given = {} if given is None else given
     if not isinstance(given, dict):
-      return "error: the tool call is invalid: give the arguments in an object"
+      raise TypeError("give the arguments in an object")
     name = str(asked["name"])
     fn = tools[name]
     inspect.signature(fn).bind(**given)
@@ -178,21 +178,20 @@ class Tools:
     shown = render([asked])
     if not all(name in shown for name in self._tools):
       raise InputError("the chat template shows no tools; use another model")
-    made = {"name": name, "arguments": {}}
+    made = {"name": name, "arguments": {"code": "42"}}
     own = {"id": "callcall1", "type": "function", "function": made}
     answer = {"role": "assistant", "content": ""}
     text = render([asked, answer | {"tool_calls": [own]}])
-    known = any(made.items() <= x.items() for x in map(_parsed, _calls(text)))
+    results = [call({name: _repeat}, x) for x in _calls(text)]
     # A template may leave the format to the model.
-    if not known and text != render([asked, answer]):
+    if "42" not in results and text != render([asked, answer]):
       raise InputError(
-        f"the chat template writes calls as {text.strip()[-80:]!r}, but tools"
+        f"the chat template writes calls as {text.strip()[-99:]!r}, but tools"
         ' are called by <tool_call>{"name": NAME, "arguments": OBJECT}'
         "</tool_call>; use another model, or an environment of your own"
       )
     replies = ["31", "42"]
-    text = reply(replies, "tool")
-    if not all(x in text for x in replies):
+    if not all(x in reply(replies, "tool") for x in replies):
       raise InputError(
         "the chat template leaves out the replies of tools; use another model"
       )
@@ -220,10 +219,5 @@ def _calls(text: str) -> list[str]:
   return _CALL.findall("".join(text.rpartition("</tool_call>")[:2]))
 
 
-def _parsed(text: str) -> dict[str, Any]:
-  """Returns the object in a text, {} if there is none."""
-  try:
-    value = json.loads(text)
-  except ValueError:
-    value = {}
-  return value if isinstance(value, dict) else {}
+def _repeat(code: str) -> str:
+  return code

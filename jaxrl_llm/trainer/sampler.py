@@ -158,17 +158,15 @@ def make_batch_check(
     tolerance = sync.Tolerance(0, 0, 0)
   elif differs or not sampler.parity_check_every:
     return lambda batch: None
-  engine = f"engine {sampler.engine!r}" if sampler.engine else "the sampler"
-
-  def check(batch):
-    sync.check_sampled(
-      batch.rollout,
-      batch.scores["old_logprobs"],
-      batch.scores["scored"],
-      version=batch.step,
-      tolerance=tolerance,
-      engine=engine,
-      decode=functools.partial(tokenizer.decode, skip_special=False),
-    )
-
-  return check
+  check = functools.partial(
+    sync.check_sampled,
+    tolerance=tolerance,
+    engine=f"engine {sampler.engine!r}" if sampler.engine else "the sampler",
+    decode=functools.partial(tokenizer.decode, skip_special=False),
+  )
+  return lambda batch: check(
+    batch.rollout,
+    batch.scores["old_logprobs"],
+    batch.scores["scored"],
+    version=batch.step,
+  )
