@@ -152,11 +152,11 @@ def make_source(
     raise InputError(
       f"source {name!r} needs data.path, or eval.path for evaluation"
     )
-  for column in set(columns) - set(rows.COLUMNS):
-    raise InputError(
-      f"data.columns has {column!r}; it maps {', '.join(rows.COLUMNS)}"
-    )
   for column, path_of in columns.items():
+    if column not in rows.COLUMNS:
+      raise InputError(
+        f"data.columns has {column!r}; it maps {', '.join(rows.COLUMNS)}"
+      )
     if not isinstance(path_of, str):
       raise InputError(
         f"config.data.columns[{column!r}]={path_of!r}: give a column's name"

@@ -16,22 +16,13 @@ from typing import Any
 import tokenizers
 
 from jaxrl_llm.data import chat_template
+from jaxrl_llm.data import tokenizer_files as files
 from jaxrl_llm.data.rows import read_object
-from jaxrl_llm.data.tokenizer_files import (
-  AGAIN,
-  content_of,
-  control_ids,
-  library,
-  mark_special,
-  prefix_of,
-  read_tokenizer,
-  templates_of,
-)
 from jaxrl_llm.errors import InputError, as_input_error
 
 _MAX_BYTES = 4  # UTF-8 bytes of a character.
 _PRIVATE_USE = range(0xE000, 0xF900)
-_MOST_CHARS = 1 << 24  # The library needs a hundred times as many bytes.
+_MOST_CHARS = 1 << 24  # The files.library needs a hundred times as many bytes.
 _BEFORE = "\n=;.aA"  # Texts that a continuation may follow, best first.
 
 
@@ -62,35 +53,39 @@ class Tokenizer:
       InputError: A file is missing or damaged, or no eos token is given.
     """
     directory = pathlib.Path(path)
-    plain = read_tokenizer(directory / "tokenizer.json")
+    plain = files.read_tokenizer(directory / "tokenizer.json")
     names = ("generation_config", "config", "tokenizer_config")
-    files = [directory / f"{name}.json" for name in names]
-    configs = [read_object(f, AGAIN) if f.exists() else {} for f in files]
+    paths = [directory / f"{name}.json" for name in names]
+    configs = [
+      read_object(path, files.AGAIN) if path.exists() else {} for path in paths
+    ]
     eos, pad, bos = (
-      control_ids(kind, directory, plain, configs)
+      files.control_ids(kind, directory, plain, configs)
       for kind in ("eos", "pad", "bos")
     )
     if not eos:
       raise InputError(
         f"{directory}: no end token; name eos_token_id in config.json"
       )
-    mark_special(plain, {*eos, *pad, *bos})
+    files.mark_special(plain, {*eos, *pad, *bos})
     self.path = str(directory)
     vocabulary = plain.get_vocab(with_added_tokens=True)
     ids = set(vocabulary.values())
     self.vocab_size = self._rows = max(ids) + 1
     self._longest = max(map(len, vocabulary))
-    with library(f"{directory}/tokenizer.json: damaged tokenizer", AGAIN):
-      self.prefix = prefix_of(plain)
+    with files.library(
+      f"{directory}/tokenizer.json: damaged tokenizer", files.AGAIN
+    ):
+      self.prefix = files.prefix_of(plain)
       plain.decode_batch([[i] for i in ids])  # Fails here, not in a run.
     if not ids.issuperset(self.prefix):
       raise InputError(
         f"{directory}/tokenizer.json: it adds the tokens {self.prefix} to"
-        f" every text, but its vocabulary does not contain them; {AGAIN}"
+        f" every text, but its vocabulary does not contain them; {files.AGAIN}"
       )
     self.stop_tokens, self.eos_id = eos, eos[0]
     self.bos_id = bos[0] if bos else None
-    templates = templates_of(directory, configs[-1])
+    templates = files.templates_of(directory, configs[-1])
     self.chat_template = templates.get("default")
     self._tool_template = templates.get("tool_use")
     self._token_config = configs[-1]
@@ -183,7 +178,7 @@ class Tokenizer:
         f"{what}: it has {len(text)} characters, more than {_MOST_CHARS};"
         " shorten the text"
       )
-    with library(what, "use characters of its vocabulary"):
+    with files.library(what, "use characters of its vocabulary"):
       tokens = tokenizer.encode(text, add_special_tokens=False).ids
     return self._with_rows(tokens)
 
@@ -222,7 +217,9 @@ class Tokenizer:
     ids = [int(i) for i in ids]
     if skip_special:
       ids = [i for i in ids if i not in self._silent]
-    with library(f"{self.path}/tokenizer.json cannot decode tokens", AGAIN):
+    with files.library(
+      f"{self.path}/tokenizer.json cannot decode tokens", files.AGAIN
+    ):
       return self._plain.decode(ids, skip_special_tokens=False)
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -357,7 +354,7 @@ class Tokenizer:
     known = {"add_generation_prompt": True, "tools": None, "documents": None}
     # Undefined if the tokenizer has none, also if config.json has one (Qwen).
     for name, i in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
-      content = content_of(self._token_config.get(name, spelling.get(i)))
+      content = files.content_of(self._token_config.get(name, spelling.get(i)))
       known |= {} if content is None else {name: content}
     with as_input_error(
       f"{self.path}: the chat template failed",

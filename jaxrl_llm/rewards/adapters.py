@@ -8,6 +8,7 @@ group, which it may compare.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -155,8 +156,9 @@ class Trl(_OfFile):
     logged: list[dict[str, float]] = [{} for _ in response]
 
     def log_extra(column: str, values: Sequence[Any]) -> None:
-      for own, value in zip(logged, map(scalar, values)):
-        own |= {column: value} if isinstance(value, numbers.Real) else {}
+      for own, value in zip(logged, values):
+        with contextlib.suppress(TypeError, ValueError):  # A text, or NaN.
+          own[column] = number(value, column)
 
     names = [name for name in columns[0] if name != "prompt"]
     batch = {name: [row[name] for row in columns] for name in names} | {
@@ -184,9 +186,8 @@ class Trl(_OfFile):
       for own, result in zip(parts, results):
         own |= {} if result is None else {name: result}
     nothing = failure(ValueError("no function gave this response a reward"))
+    failed = Verdict(False, error=nothing)
     return [
-      Verdict(None, parts=own, logged=more)
-      if own
-      else Verdict(False, error=nothing)
+      Verdict(None, parts=own, logged=more) if own else failed
       for own, more in zip(parts, logged)
     ]

@@ -183,6 +183,7 @@ def known(
   prompt: Prompt, response: str, *, tokens: Sequence[int], finished: bool
 ) -> dict[str, Any]:
   """Returns the inputs of a reward by name; see `arguments`."""
+  answers = [prompt.answer, *prompt.alternatives]
   return {
     "id": prompt.id,
     "prompt": prompt.text,
@@ -190,9 +191,7 @@ def known(
     "messages": prompt.messages,
     "response": response,
     "tokens": np.asarray(tokens).tolist(),
-    "answer": [prompt.answer, *prompt.alternatives]
-    if prompt.alternatives
-    else prompt.answer,
+    "answer": answers if prompt.alternatives else prompt.answer,
     "finished": finished,
     "source": prompt.source,
     "columns": prompt.columns,

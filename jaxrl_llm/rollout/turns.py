@@ -14,24 +14,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.data.prompt_source import (
-  REPLIES,
-  Template,
-  completion_reply,
-  several,
-)
+from jaxrl_llm.data import prompt_source
 from jaxrl_llm.data.tasks import Example
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, as_input_error, located
 from jaxrl_llm.rewards.pool import CallPool
 from jaxrl_llm.rewards.verdict import Grading, number
-from jaxrl_llm.rollout.environments import (
-  Calculator,
-  Environment,
-  GuessingGame,
-  Messages,
-  Observation,
-)
+from jaxrl_llm.rollout import environments
+from jaxrl_llm.rollout.environments import Environment, Observation
 from jaxrl_llm.rollout.tools import Tools
 from jaxrl_llm.sampling.requests import Request
 from jaxrl_llm.system import processes
@@ -48,8 +38,8 @@ Conversations = dict[str, str]
 # Name -> (**environment.settings) -> environment; '' is none.
 ENVIRONMENTS: dict[str, Callable[..., Environment] | None] = {
   "": None,
-  "calculator": Calculator,
-  "guessing_game": GuessingGame,
+  "calculator": environments.Calculator,
+  "guessing_game": environments.GuessingGame,
   "tools": Tools,
 }
 
@@ -75,7 +65,9 @@ class EnvironmentCalls:
     environment = self._make(**self._settings)
     getattr(environment, "check_template", lambda *_: None)(*renderers)
 
-  def start(self, example: Example) -> tuple[str | Messages | None, Any]:
+  def start(
+    self, example: Example
+  ) -> tuple[str | environments.Messages | None, Any]:
     """Returns the opening for the model, and the environment's state.
 
     Raises:
@@ -87,7 +79,7 @@ class EnvironmentCalls:
       opening = environment.start(example)
       return opening, json.loads(json.dumps(environment.state))
 
-  def opened(self, template: Template) -> Template:
+  def opened(self, template: prompt_source.Template) -> prompt_source.Template:
     """Returns the template with the environment's opening as the question."""
 
     def render(example: Example) -> list[int]:
@@ -163,7 +155,7 @@ class ConversationConfig:
       InputError: The vocabulary lacks something in the text.
     """
     left, texts = self.max_observation_tokens, []
-    for whole in several(text):
+    for whole in prompt_source.several(text):
       text, used = self._cut(whole, left)
       left -= used
       texts.append(text)
@@ -209,7 +201,8 @@ def make_conversation_config(
       template has no stop token between turns or does not fit the environment.
   """
   own = play.template_settings(template, template_settings)
-  reply = REPLIES.get(template, completion_reply)(tokenizer, **own)
+  make = prompt_source.REPLIES.get(template, prompt_source.completion_reply)
+  reply = make(tokenizer, **own)
   if template == "chat":
     decode = functools.partial(tokenizer.decode, skip_special=False)
     kwargs = own.get("kwargs")

@@ -244,8 +244,9 @@ def check_inputs(reward: Any, examples: Sequence[Example]) -> None:
   fn = rewards.get_reward(reward.name, reward.path, reward.function)
   reads_text = rewards.gold_response(reward.name, "") is not None
   for name in rewards.needs(fn):
-    bare = [x.id for x in examples if name not in x.columns]
+    bare, mapped = [x.id for x in examples if name not in x.columns], ""
     if name == "answer":
+      mapped = " set its column with data.columns={'answer': NAME},"
       objects = ('{"', "[{") if reads_text else ()
       bare = [
         x.id for x in examples if not x.answer or x.answer.startswith(objects)
@@ -255,9 +256,7 @@ def check_inputs(reward: Any, examples: Sequence[Example]) -> None:
         f"{bare[0]} has no {name}{' in text' * reads_text}, but"
         f" config.reward.name={reward.name!r} needs one ({len(bare):,} of"
         f" {len(examples):,} rows have none);"
-        + " set its column with data.columns={'answer': NAME},"
-        * (name == "answer")
-        + " complete the rows, or choose another reward"
+        f"{mapped} complete the rows, or choose another reward"
       )
 
 
@@ -297,17 +296,15 @@ def make_conversation_config(
   play, chosen, data = make_play(config), config.environment, config.data
   if play is None:
     return None
+  limits = "workers", "deadline_s", "max_turns", "max_observation_tokens"
   with located("config.environment"):
     return turns.make_conversation_config(
       play,
       tokenizer,
       data.template,
       data.template_settings,
-      workers=chosen.workers,
-      deadline_s=chosen.deadline_s,
-      max_turns=chosen.max_turns,
-      max_observation_tokens=chosen.max_observation_tokens,
       weights=dict(config.reward.weights),
+      **{name: chosen[name] for name in limits},
     )
 
 

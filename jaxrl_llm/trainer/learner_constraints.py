@@ -5,13 +5,8 @@ from typing import Any
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import rewards
-from jaxrl_llm.learner.choices import (
-  ESTIMATORS,
-  POLICY_LOSSES,
-  correction_of,
-  has_critic,
-  make_part,
-)
+from jaxrl_llm.learner import choices
+from jaxrl_llm.learner.choices import correction_of, has_critic, make_part
 from jaxrl_llm.learner.parts import Part
 from jaxrl_llm.masked import NORM_MODES
 from jaxrl_llm.models.numerics import FORMATS
@@ -32,7 +27,7 @@ def groups(config: Any) -> Rules:
   """Checks group baselines and the pretraining of a critic."""
   estimator, size = config.estimator, config.data.group_size
   name, center, pivot = estimator.name, estimator.center, estimator.drop_pivot
-  part, read = make_part(ESTIMATORS, "estimator", estimator.to_dict())
+  part, read = make_part(choices.ESTIMATORS, "estimator", estimator.to_dict())
   uncentered = "center" in read and center == "none"
   grouped = compares_groups(part) and not (has_critic(config) or uncentered)
   has_pivot = (name, center) == ("group", "median")
@@ -77,7 +72,7 @@ def groups(config: Any) -> Rules:
 def off_policy(config: Any) -> Rules:
   """Checks the proximal policy against the loss."""
   proximal, name = config.off_policy.proximal, config.loss.name
-  loss, _ = make_part(POLICY_LOSSES, "loss", config.loss.to_dict())
+  loss, _ = make_part(choices.POLICY_LOSSES, "loss", config.loss.to_dict())
   no_ratio = proximal == "none"
   corrected = proximal != "recompute" or correction_of(config)[0] != "none"
   compares = {
@@ -221,8 +216,9 @@ def losses(config: Any) -> Rules:
   loss, environment = config.loss, config.environment
   reward = rewards.REWARDS[config.reward.name]
   counts_turns = "conversation" in inspect.signature(reward).parameters
-  estimator, _ = make_part(ESTIMATORS, "estimator", config.estimator.to_dict())
-  _, read = make_part(POLICY_LOSSES, "loss", loss.to_dict())
+  estimator, _ = make_part(
+    choices.ESTIMATORS, "estimator", config.estimator.to_dict())
+  _, read = make_part(choices.POLICY_LOSSES, "loss", loss.to_dict())
   shaped = {
     "reward.overlong_buffer": config.reward.overlong_buffer,
     "loss.kl_reward_coefficient": loss.kl_reward_coefficient,
