@@ -124,10 +124,9 @@ class Tokenizer:
 
   def unused(self, vocab_size: int) -> tuple[int, ...]:
     """Returns the ids below `vocab_size` that are no tokens."""
-    ids = {*range(vocab_size)}.difference(self._plain.get_vocab(True).values())
-    # A vocabulary names each text once, even if two ids have it.
+    # Not by text: a vocabulary names each text once, even if two ids have it.
     missing = lambda i: self._plain.id_to_token(i) is None
-    return tuple(filter(missing, sorted(ids)))
+    return tuple(filter(missing, range(vocab_size)))
 
   def check_same(self, other: "Tokenizer") -> None:
     """Raises an InputError if the other tokenizer has different tokens."""

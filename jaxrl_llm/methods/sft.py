@@ -9,6 +9,7 @@ usual. With an `estimator.name` other than 'given' the loss is weighted,
 -A log π(y_t).
 """
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -163,21 +164,20 @@ class Demonstrations(PromptSource):
     Text at the end of the beginning, such as `<think>` and a newline, may share
     a token with what follows. Only this token is encoded again.
     """
+    if whole[: len(context)] == context:
+      return whole[len(context) :]
     decode = functools.partial(self._tokenizer.decode, skip_special=False)
-    pairs = enumerate(zip(context, whole))
-    same = next((i for i, (a, b) in pairs if a != b), len(context))
+    # An unfinished character is no text yet.
+    length = lambda end: len(decode(whole[:end]).rstrip("\ufffd"))
     opened = decode(context)
-    for end in range(same, len(whole) + 1):
-      text = decode(whole[:end])
-      if text.startswith(opened):
-        rest = self._tokenizer.continued(text[len(opened) :])
-        return [*rest, *whole[end:]]
-      if not opened.startswith(text.rstrip("\ufffd")):
-        break
+    end = bisect.bisect_left(range(len(whole)), len(opened), key=length)
+    text = decode(whole[:end])
+    if text.startswith(opened):
+      return [*self._tokenizer.continued(text[len(opened) :]), *whole[end:]]
     raise InputError(
-      f"{prompt.id}: the chat template ends its prompt with"
-      f" {decode(context[same:])!r}, but writes this answer without; choose"
-      " answers, data.template_settings or a template that agree"
+      f"{prompt.id}: the chat template ends its prompt with {opened[-20:]!r},"
+      " but writes this answer without; choose answers, data.template_settings"
+      " or a template that agree"
     )
 
   def _stops(self, tokens: Sequence[int]) -> list[int]:

@@ -302,8 +302,8 @@ class TurnHook(contextlib.ExitStack):
     # The reward goes to the last token of the turn, which the model wrote.
     reward = Grading(config.weights).value(answer["rewards"])
     request.row.turn_rewards[0, request.length - 1] = reward
-    conversation["turns"] = turns
-    conversation["state"] = answer.get("state", conversation["state"])
+    state = answer.get("state", conversation["state"])
+    conversation |= {"turns": turns, "state": state}
     conversation |= {"failed": failed} if failed else {}
     number = str(request.row.sample_id[0])
     self._conversations[number] = json.dumps(conversation)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm import base_models, digest, rewards
 from jaxrl_llm.data import benchmarks, curriculum, prompt_source, rows, sources
 from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.sources import MOST_READ
 from jaxrl_llm.data.tasks import Example, Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, located
@@ -59,9 +60,8 @@ def make_prompts(
     size = _POOL
   if size:
     train = sources.LazySource(train.__getitem__, range(min(size, len(train))))
-  if rewarded and not config.reward.group and len(train) <= sources.MOST_READ:
-    read = range(min(len(train), CHECKED))
-    check_inputs(config.reward, [train[i] for i in read])
+  if rewarded and not config.reward.group:
+    check_inputs(config.reward, [train[i] for i in _checked(train)])
   play = make_play(config)
   template = _template(config, tokenizer, train, play)
   settings = {
@@ -82,15 +82,18 @@ def make_prompts(
   sizes = {name: sizes[name] for name in read}
   with own_settings(config, "data.order_settings", data.order):
     stream = make(train, seed=config.run.seed, **settings, **sizes, **own)
-  if len(stream) <= sources.MOST_READ:
-    processes.in_shares(stream.check, range(min(len(stream), CHECKED)))
+  processes.in_shares(stream.check, _checked(stream))
   return stream, problems
+
+
+def _checked(source: sources.Source | PromptSource) -> range:
+  """Returns the rows to check at the start; none of an endless source."""
+  return range(min(len(source), CHECKED) if len(source) <= MOST_READ else 0)
 
 
 def notes(stream: PromptSource) -> list[str]:
   """Returns lines on data that are probably not what was meant."""
-  count = len(stream) if len(stream) <= sources.MOST_READ else 0
-  spelled = processes.in_shares(stream.spelled, range(min(count, CHECKED)))
+  spelled = processes.in_shares(stream.spelled, _checked(stream))
   found = [name for name in spelled if name]
   if not found:
     return []
@@ -155,16 +158,16 @@ def _trained(train, sets) -> set[str]:
     for _, source, _ in sets
     for i in range(min(len(source), EVAL_POSITIONS))
   }
-  read = range(len(train) if len(train) <= sources.MOST_READ else 0)
+  read = range(len(train) if len(train) <= MOST_READ else 0)
   return asked.intersection(_normal(train[i].question) for i in read)
 
 
 def _contradictions(source: sources.Source) -> int:
   """Returns the number of questions that occur with different answers."""
   answers = collections.defaultdict(set)
-  for i in range(len(source) if len(source) <= CHECKED else 0):
-    asked = _normal(source[i].question), str(source[i].messages)
-    answers[asked].add((source[i].answer, source[i].alternatives))
+  for one in map(source.__getitem__, _checked(source)):
+    asked = _normal(one.question), str(one.messages)
+    answers[asked].add((one.answer, one.alternatives))
   return sum(len(different) > 1 for different in answers.values())
 
 
