@@ -10,9 +10,8 @@ from jaxrl_llm.system import streams
 
 def main() -> None:
   """Runs the program that the first argument names, or lists all programs."""
-  files = sorted(hints.folder("scripts").glob("[!_]*.py"))
-  names = {file.stem: file for file in files}
-  name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+  names = {x.stem: x for x in sorted(hints.folder("scripts").glob("[!_]*.py"))}
+  name, *_ = [*sys.argv[1:], "--help"]
   if name in ("-h", "--help"):
     streams.protect()  # As of programs: `| head` ends.
     print(__doc__, end="\n\n")

@@ -160,16 +160,11 @@ class Tools:
     self._tools = {fn.__name__: fn for fn in functions}
     self.template_settings = {"tools": list(map(schema, functions))}
 
-  def check_template(
-    self,
-    render: Callable[[Sequence[dict]], str],
-    reply: Callable[[Sequence[str], str], str],
-  ) -> None:
+  def check_template(self, render: Callable[[Sequence[dict]], str]) -> None:
     """Checks that a chat template shows tools, calls and replies as used here.
 
     Args:
       render: messages -> text of the conversation with these tools.
-      reply: (texts, role) -> text of replies, a message each.
 
     Raises:
       InputError: It does not, or it fails.
@@ -190,8 +185,9 @@ class Tools:
         ' are called by <tool_call>{"name": NAME, "arguments": OBJECT}'
         "</tool_call>; use another model, or an environment of your own"
       )
-    replies = ["31", "42"]
-    if not all(x in reply(replies, "tool") for x in replies):
+    replies = [{"role": "tool", "content": x} for x in ("31415", "27182")]
+    text = render([asked, answer | {"content": "!"}, *replies])
+    if not all(x["content"] in text for x in replies):
       raise InputError(
         "the chat template leaves out the replies of tools; use another model"
       )

@@ -60,10 +60,10 @@ class EnvironmentCalls:
     own = getattr(self._make(**self._settings), "template_settings", {})
     return {**settings, "kwargs": {**(settings.get("kwargs") or {}), **own}}
 
-  def check_template(self, *renderers: Callable[..., str]) -> None:
+  def check_template(self, render: Callable[..., str]) -> None:
     """Checks a chat template; see `Tools.check_template`."""
     environment = self._make(**self._settings)
-    getattr(environment, "check_template", lambda *_: None)(*renderers)
+    getattr(environment, "check_template", lambda _: None)(render)
 
   def start(
     self, example: Example
@@ -156,23 +156,17 @@ class ConversationConfig:
     """
     left, texts = self.max_observation_tokens, []
     for whole in prompt_source.several(text):
-      text, used = self._cut(whole, left)
-      left -= used
+      text = whole[: left * _CHARS_PER_TOKEN].encode(errors="replace").decode()
+      tokens = self.tokenizer.continued(text)
+      if len(tokens) > left or len(text) < len(whole):
+        # A cut inside a character leaves replacement characters.
+        text = self.tokenizer.decode(tokens[:left]).rstrip("\ufffd")
+        with contextlib.suppress(InputError):
+          self.tokenizer.encode(_CUT)
+          text += _CUT
+      left -= min(len(tokens), left)
       texts.append(text)
     return list(self.render(texts, role))
-
-  def _cut(self, whole: str, most: int) -> tuple[str, int]:
-    """Returns a text of at most `most` tokens, and their number."""
-    text = whole[: most * _CHARS_PER_TOKEN].encode(errors="replace").decode()
-    tokens = self.tokenizer.continued(text)
-    if len(tokens) <= most and len(text) == len(whole):
-      return text, len(tokens)
-    # A cut inside a character leaves replacement characters.
-    text = self.tokenizer.decode(tokens[:most]).rstrip("\ufffd")
-    with contextlib.suppress(InputError):
-      self.tokenizer.encode(_CUT)
-      text += _CUT
-    return text, min(len(tokens), most)
 
 
 def make_conversation_config(
@@ -204,13 +198,9 @@ def make_conversation_config(
   make = prompt_source.REPLIES.get(template, prompt_source.completion_reply)
   reply = make(tokenizer, **own)
   if template == "chat":
-    decode = functools.partial(tokenizer.decode, skip_special=False)
-    kwargs = own.get("kwargs")
+    chat = functools.partial(tokenizer.apply_chat, kwargs=own.get("kwargs"))
     with located(tokenizer.path):
-      play.check_template(
-        lambda messages: decode(tokenizer.apply_chat(messages, kwargs)),
-        lambda texts, role: decode(reply(texts, role)),
-      )
+      play.check_template(lambda x: tokenizer.decode(chat(x), False))
   return ConversationConfig(
     start=play.start,
     call=CallPool(play, workers=workers, deadline_s=deadline_s),
