@@ -59,11 +59,15 @@ def of_shape(
     **arguments: arrays or (nested) lists of numbers, by name.
 
   Raises:
-    ValueError: An argument has a different shape.
+    ValueError: An argument has a different shape, or complex numbers.
   """
   shape = tuple(shape)
   arrays = {name: jnp.asarray(x) for name, x in arguments.items()}
   for name, x in arrays.items():
     if x.shape != shape:
-      raise ValueError(f"{name} has shape {x.shape}, not {of}, {shape}")
+      of_rows = x.shape in (shape[:-1], (*shape[:-1], 1)) and x.shape
+      todo = f"; repeat {name} along the last axis" if of_rows else ""
+      raise ValueError(f"{name} has shape {x.shape}, not {of}, {shape}{todo}")
+    if jnp.iscomplexobj(x):
+      raise ValueError(f"{name} has complex numbers")
   return list(arrays.values())

@@ -113,8 +113,10 @@ def check_number(name: str, value: Any, interval: str) -> None:
     interval: interval such as '[0, 1)', with inf for no bound.
 
   Raises:
-    ValueError: the value is a number outside the interval, or NaN.
+    ValueError: the value is a text, a number outside the interval, or NaN.
   """
+  if isinstance(value, str):
+    raise ValueError(f"{name}={value!r}, expected a number in {interval}")
   if not isinstance(value, numbers.Real):
     return
   low, high = map(float, interval[1:-1].split(","))

@@ -138,8 +138,9 @@ def _scan_returns(
   """
   if not values.ndim:
     raise ValueError("values has no axis of time")
-  chex.assert_rank(gamma, 0)
   check_number("gamma", gamma, "[0, 1]")
+  if jnp.ndim(gamma):
+    raise ValueError(f"gamma has shape {jnp.shape(gamma)}, not one number")
   check_number("lambda_", lambda_, "[0, 1]")
   *lead, length = values.shape
   if bootstrap_value is None:

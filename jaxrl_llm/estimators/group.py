@@ -1,6 +1,7 @@
 """Advantages and baselines from the other responses to the same prompt."""
 
 import functools
+import numbers
 from collections.abc import Callable
 
 import chex
@@ -312,8 +313,12 @@ def _members(
 
   Other rows get the reward 0 and the group num_groups.
   """
-  chex.assert_rank(rewards, 1)
-  chex.assert_type(groups, int)
+  if rewards.ndim != 1:
+    raise ValueError(f"rewards has shape {rewards.shape}, not [B]; flatten it")
+  if not jnp.issubdtype(groups.dtype, jnp.integer):
+    raise ValueError(f"groups has {groups.dtype}, not integers")
+  if not isinstance(num_groups, numbers.Integral):
+    raise ValueError(f"num_groups={num_groups!r}, expected a whole number")
   check_number("num_groups", num_groups, "[1, inf)")
   member = (groups >= 0) & (groups < num_groups)
   groups = jnp.where(member, groups, num_groups)
