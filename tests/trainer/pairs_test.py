@@ -83,25 +83,20 @@ WITH_ALL = ("sft", "distill")
 CASES = [
   line.split()
   for line in """\
-cispo epochs drafter dynamic_sampling average mesh frozen environment
-vapo first_groups window epochs mini_batches reads_logprobs average lag \
-  adapters
-ppo frozen mesh environment mini_batches reward_model_start lag reads_logprobs
-gspo dynamic_sampling first_groups kept_weights frozen environment mesh lag
-asyppo reward_model_start drafter window reads_logprobs mini_batches \
-  environment frozen
-ppo_ewma reward_model_start dynamic_sampling reads_logprobs epochs \
-  mini_batches average first_groups adapters
-tppo mesh window drafter lag kept_weights mini_batches epochs adapters
-rloo adapters streaming environment
-vc_ppo streaming environment frozen reward_model_start reads_logprobs mesh
+cispo adapters streaming
+areal drafter kept_weights
+tppo adapters average drafter window
 vapo average categorical curriculum drafter dynamic_sampling environment \
   epochs experts frozen lag mesh mini_batches reads_logprobs replay \
   reward_model_start
-vapo adapters categorical curriculum experts first_groups window
-vc_ppo categorical curriculum experts streaming
-areal curriculum experts kept_weights
-vapo adapters replay
+vc_ppo adapters categorical curriculum environment epochs experts \
+  first_groups kept_weights lag mesh mini_batches reads_logprobs \
+  reward_model_start window
+vc_ppo categorical curriculum environment experts frozen mesh reads_logprobs \
+  reward_model_start streaming
+gspo dynamic_sampling first_groups frozen kept_weights
+ppo_ewma adapters dynamic_sampling replay
+asyppo average first_groups frozen window
 sft adapters drafter epochs experts mesh mini_batches
 sft frozen
 distill adapters average curriculum drafter dynamic_sampling environment \
@@ -112,14 +107,15 @@ distill streaming
 ]
 # Methods that are not combined with features: 'sgpo' needs a profile, and
 # 'replay' and 'dart' are features.
-# 'grpo' and 'dr_grpo' differ from 'mc_grpo', and 'reinforce_pp_baseline' from
-# 'reinforce_pp', in a few settings only (method_configs_test.py).
+# 'grpo', 'dr_grpo' and 'rloo' differ from 'mc_grpo', 'ppo' from 'vc_ppo' and
+# 'reinforce_pp_baseline' from 'reinforce_pp', in a few settings only
+# (method_configs_test.py).
 # Further parts are trained and resumed in tests/methods: curricula (including
 # adhint's hints and scope's repairs) in curricula_test.py, token losses and
 # mixed advantages in features_test.py, and teachers, probes and shared
 # responses in separate files.
 OTHERS = {"sgpo", "replay", "dart"}
-OTHERS |= {"grpo", "dr_grpo", "reinforce_pp_baseline"}
+OTHERS |= {"grpo", "dr_grpo", "rloo", "ppo", "reinforce_pp_baseline"}
 OTHERS |= {"dots", "dps", "gdro", "majority", "nudge", "xrpo"}
 OTHERS |= {"adhint", "dars", "scope", "arrol", "poise", "sapo"}
 OTHERS |= {"dppo", "evpo", "maxrl", "sao", "sapo_gate"}
