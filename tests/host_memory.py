@@ -80,11 +80,11 @@ def make_run(folder):
   changes = {key.replace(".", "__"): x for key, x in changes.items()}
   run = tiny_run.make_run(tiny_run.write_model(folder / "model"), **changes)
   update = lambda state, *_, base: (state, {"policy/skipped": 0.0})
-  learner = run.learner
-  learner.members = {
+  members = {
     name: dataclasses.replace(member, update=update)
-    for name, member in learner.members.items()
+    for name, member in run.learner.members.items()
   }
+  learner = dataclasses.replace(run.learner, members=members)
 
   def score(state, name, batch, trained=None):
     zeros = lambda: np.zeros(batch.packed.tokens.shape, np.float32)
@@ -92,8 +92,8 @@ def make_run(folder):
       return {"values": zeros()}
     return TokenLogprobs(zeros(), zeros())
 
-  learner.score = score
-  return run
+  vars(learner)["score"] = score
+  return dataclasses.replace(run, learner=learner)
 
 
 def put(tree, places):

@@ -32,7 +32,7 @@ from jaxrl_llm.system import processes
 from jaxrl_llm.types import Experience, Responses
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Learner(Scorer):
   """Trains the models of a run by an algorithm; see `Scorer` for attributes."""
 
@@ -115,7 +115,9 @@ class Learner(Scorer):
         part, mini_batches, waiting = pack(part)
         seen.append(self._scored(state, part, mini_batches, whole=whole))
         state = self._followed(state, "record", state.step)
-      for name in filter(mini_batches.get, reversed(self.members)):
+      for name in reversed(self.members):
+        if not mini_batches[name]:
+          continue
         with timer.phase(self.members[name].phase):
           if whole:
             state, new = self.update_member(state, name, seen[-1], rng)

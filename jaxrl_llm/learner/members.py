@@ -178,13 +178,22 @@ def make_frozen(
     read: (ShapeDtypeStructs with shardings) -> params.
     mesh: mesh of the model; `sharding.PARAMETERS` shards its parameters.
   """
-  whole = jax.eval_shape(fns.init, jax.random.key(0))
-  places = sharding.tree_shardings(whole, mesh)
-  shapes = jax.jit(lambda x: x, out_shardings=places).eval_shape(whole)
+  shapes = make_shapes(fns, mesh)
   score = functools.partial(scoring.score_logprobs, fns=fns)
   score = jax.jit(score, out_shardings=sharding.replicated(mesh))
   read = functools.partial(read, shapes)
   return Frozen(shapes, read, score, fns.shares_prompts)
+
+
+def make_shapes(fns: ModelFns, mesh: jax.sharding.Mesh) -> Any:
+  """Returns ShapeDtypeStructs with shardings of all parameters of a model."""
+  whole = jax.eval_shape(fns.init, jax.random.key(0))
+  return _on_mesh(whole, mesh).eval_shape(whole)
+
+
+def _on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
+  places = sharding.tree_shardings(tree, mesh)
+  return jax.jit(lambda x: x, out_shardings=places)
 
 
 def policy_training(fns: ModelFns, algorithm: Algorithm) -> Training:
@@ -245,9 +254,6 @@ def make_member(
   )
   shardings = sharding.tree_shardings(jax.eval_shape(create, trained), mesh)
   create = jax.jit(create, out_shardings=shardings, donate_argnums=0)
-  place = jax.jit(
-    lambda x: x, out_shardings=sharding.tree_shardings(base, mesh)
-  )
   everywhere = sharding.replicated(mesh)
   return Member(
     fns=fns,
@@ -261,7 +267,7 @@ def make_member(
       out_shardings=(shardings, everywhere),
     ),
     shapes=create.eval_shape(trained),
-    base=place.eval_shape(base),
+    base=_on_mesh(base, mesh).eval_shape(base),
     settings=settings,
   )
 

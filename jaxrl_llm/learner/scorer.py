@@ -29,7 +29,7 @@ from jaxrl_llm.system import processes
 from jaxrl_llm.types import Experience, Responses, Rollout
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Scorer:
   """Scores responses with the models of a run and computes their inputs.
 
@@ -124,7 +124,11 @@ class Scorer:
   def _estimate(self) -> Callable[[Experience], Experience]:
     """Jitted (leaves) -> `Algorithm.experience`."""
     names, made = sorted(self.algorithm.experience), self.algorithm.parts
-    return jax.jit(functools.partial(parts.evaluate, names, made))
+
+    def estimate(leaves):
+      return parts.evaluate(names, made, leaves)
+
+    return jax.jit(estimate)
 
   def score(
     self,
@@ -204,8 +208,9 @@ class Scorer:
     # waited, and the critic truncated ones, whose advantages bootstrap from it.
     targets = parts.leaves_of(["returns"], self.algorithm.parts)
     packed, complete = dict(mini_batches), providers.needs_of(targets)
-    for name in filter((complete | waits).__contains__, self.members):
-      packed[name] = self._packer.completed(name, rollout, packed[name])
+    for name in self.members:
+      if name in complete | waits:
+        packed[name] = self._packer.completed(name, rollout, packed[name])
     scores = providers.Scoring(self, state, rollout, packed).scores()
     rows = [part.rows for name in waits for part in mini_batches[name]]
     learned = np.concatenate([np.arange(0), *rows])

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, located
 from jaxrl_llm.evaluate import Evaluator, check_metric
 from jaxrl_llm.learner import build_algorithm, choices, members, providers
+from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import UpdateSettings
 from jaxrl_llm.learner.state import LearnerSettings
@@ -55,42 +57,39 @@ def make_run(config: Any) -> Run:
     tokenizer.check_same(Tokenizer(config.value.init_from))
   before = config_lib.answer_tokens(config)
   data.check_context(config, fns[1].config, tokenizer, before=before)
-  learner = make_learner(config, fns, path, both.trainer)
-  learner.frozen, teachers = _make_frozen(config, learner, tokenizer, both)
-  policy_fns, shapes = fns[0], models.merge(learner.policy.params)
-  # The sampler has no expert capacity, so parity is checked without one.
-  dropless = _make_policy_fns(config, fns[0].config, both, expert_capacity=0)
-  rewarded = bool({"rewards", "correct"} & learner.algorithm.leaves)
+  algorithm = build_algorithm.make_algorithm(config)
+  frozen, teachers = _make_frozen(config, algorithm, tokenizer, both)
+  rewarded = bool({"rewards", "correct"} & algorithm.leaves)
   source, problems = data.make_prompts(config, tokenizer, rewarded=rewarded)
-  if view := choices.VIEWS.switched_on(config.value):
-    view = functools.partial(view, source.answer, tokenizer)
-    learner.views = {"critic": view}
-  _set_columns(learner, source)
+  _check_columns(source, algorithm)
   judge = _make_judge(config, tokenizer)
   turn_taking = data.make_conversation_config(config, tokenizer)
-  engine = sampler.make_engine(config, policy_fns, tokenizer, both.sampler)
+  engine = sampler.make_engine(config, fns[0], tokenizer, both.sampler)
+  shapes = members.make_shapes(fns[0], both.trainer)
+  transfer = sampler.make_transfer(fns[0], shapes, both)
+  # The sampler has no expert capacity, so parity is checked without one.
+  dropless = _make_policy_fns(config, fns[0].config, both, expert_capacity=0)
+  learner = make_learner(
+    config,
+    algorithm,
+    fns,
+    path,
+    both.trainer,
+    column=source.column,
+    frozen=frozen,
+    views=_make_views(config, source, tokenizer),
+    sampler_logprobs=_make_exact_score(config, engine, transfer),
+  )
   worker = make_worker(config, engine, source, judge, turn_taking)
-  sampled = worker.writer.settings
-  transfer = sampler.make_transfer(policy_fns, shapes, both)
-  if config.sampler.exact:
-    # Sends the parameters again, to detect wrong ones in the sampler.
-    learner.sampler_logprobs = lambda params, rollout: score(
-      engine, transfer.send(params, 0).params, rollout, settings=sampled
-    )
   return Run(
     config=config,
     source=source,
     worker=worker,
-    pipeline=Pipeline(
-      lag=config.schedule.lag,
-      overlap=config.schedule.overlap,
-      max_staleness=config_lib.most_staleness(config) - config.schedule.lag,
-      streaming=config.schedule.streaming,
-    ),
+    pipeline=_make_pipeline(config),
     learner=learner,
     transfer=transfer,
     parity_check=sampler.make_parity_check(config, dropless, both, transfer),
-    check_batch=sampler.make_batch_check(config, policy_fns, both, tokenizer),
+    check_batch=sampler.make_batch_check(config, fns[0], both, tokenizer),
     pretraining=_make_pretraining(config, worker, learner),
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from
@@ -120,13 +119,50 @@ def _make_judge(config: Any, tokenizer: Tokenizer) -> Judge:
   )
 
 
-def _set_columns(learner: Learner, source: PromptSource) -> None:
-  """Sets the data's columns; reads the first row of each that is needed."""
-  learner.column = source.column
-  leaves = learner.algorithm.leaves
+def _check_columns(source: PromptSource, algorithm: Algorithm) -> None:
+  """Reads the first row of each column of the data that is needed."""
+  leaves = algorithm.leaves
   for leaf in leaves | providers.needs_of(leaves):
     if leaf.startswith(providers.COLUMN):
       source.column(leaf.removeprefix(providers.COLUMN), [0])
+
+
+def _make_views(config: Any, source: PromptSource, tokenizer: Tokenizer):
+  """Returns the view of each member that has one, see `Scorer`."""
+  view = choices.VIEWS.switched_on(config.value)
+  view = view and functools.partial(view, source.answer, tokenizer)
+  return {"critic": view} if view else {}
+
+
+def _make_exact_score(config, engine, transfer) -> Callable | None:
+  """Makes `Scorer.sampler_logprobs` for exact sampling."""
+  if not config.sampler.exact:
+    return None
+  settings = _sampling_settings(config)
+
+  def exact_score(params, rollout):
+    # Sends the parameters again, to detect wrong ones in the sampler.
+    sent = transfer.send(params, 0).params
+    return score(engine, sent, rollout, settings=settings)
+
+  return exact_score
+
+
+def _make_pipeline(config: Any) -> Pipeline:
+  schedule = config.schedule
+  return Pipeline(
+    lag=schedule.lag,
+    overlap=schedule.overlap,
+    max_staleness=config_lib.most_staleness(config) - schedule.lag,
+    streaming=schedule.streaming,
+  )
+
+
+def _sampling_settings(config: Any) -> SamplingSettings:
+  return SamplingSettings(
+    temperature=config.sampler.temperature,
+    max_new_tokens=config.sampler.max_response_length,
+  )
 
 
 def make_fns(
@@ -207,12 +243,22 @@ def _make_policy_fns(config, model_config, both, **settings) -> models.ModelFns:
 
 def make_learner(
   config: Any,
+  algorithm: Algorithm,
   fns: tuple[models.ModelFns, models.ValueFns],
   path: str,
   mesh: jax.sharding.Mesh,
+  **given: Any,
 ) -> Learner:
-  """Makes the learner; `path` is the directory of the initial weights."""
-  algorithm = build_algorithm.make_algorithm(config)
+  """Makes the learner.
+
+  Args:
+    config: settings of the run.
+    algorithm: the algorithm that they choose.
+    fns: functions of policy and critic.
+    path: directory of the initial weights.
+    mesh: mesh of all models.
+    **given: further attributes of the learner, see `Scorer`.
+  """
   policy_fns, critic_fns = fns
   of = functools.partial(update_settings, config)
   training = members.policy_training(policy_fns, algorithm)
@@ -251,11 +297,12 @@ def make_learner(
       for name in choices.COMPANIONS
       if name in needs
     },
+    **given,
   )
 
 
 def _make_frozen(
-  config: Any, learner: Learner, tokenizer: Tokenizer, both: meshes.Meshes
+  config: Any, algorithm: Algorithm, tokenizer: Tokenizer, both: meshes.Meshes
 ) -> tuple[dict[str, members.Frozen], dict[str, str]]:
   """Makes the models that only score, and the digests of their files.
 
@@ -263,10 +310,11 @@ def _make_frozen(
     InputError: A model cannot be read, or its tokenizer is not the policy's.
   """
   settings = {**config.estimator.to_dict(), **config.estimator.settings}
-  needs = providers.needs_of(learner.algorithm.leaves)
+  needs = providers.needs_of(algorithm.leaves)
   made, read = {}, []
-  for name in filter(needs.__contains__, choices.FROZEN):
-    for key, path in choices.FROZEN[name](settings).items():
+  for name in choices.FROZEN:
+    chosen = choices.FROZEN[name](settings) if name in needs else {}
+    for key, path in chosen.items():
       tokenizer.check_same(Tokenizer(path))
       model_config = hf.read_config(path)
       data.check_context(config, model_config, tokenizer)
@@ -314,11 +362,8 @@ def make_worker(
       max_rounds=schedule.max_rounds if schedule.dynamic_sampling else 1,
       pruning=choices.PRUNINGS[schedule.prune](schedule),
     )
-  sampled = SamplingSettings(
-    temperature=config.sampler.temperature,
-    max_new_tokens=config.sampler.max_response_length,
-  )
   key, samples = run_key(config.run.seed, ROLLOUTS), config.data.group_size
+  sampled = _sampling_settings(config)
   writer = ResponseWriter(engine, sampled, key, samples, judge, turn_taking)
   replay = None
   if schedule.replay:
@@ -416,12 +461,12 @@ def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):
   if critic.shares_base:
     shapes = critic.shapes.trained
 
-  def make(params):
+  def init_critic(params):
     whole = critic.fns.from_policy(params)
     return critic.split(whole).trained if critic.shares_base else whole
 
   places = jax.tree.map(lambda x: x.sharding, shapes)
-  return jax.jit(make, out_shardings=places)(policy_params)
+  return jax.jit(init_critic, out_shardings=places)(policy_params)
 
 
 def _limits(reward) -> dict[str, Any]:

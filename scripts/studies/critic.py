@@ -27,6 +27,7 @@ wrong character is marked.
 
 import argparse
 import ast
+import dataclasses
 import functools
 import pathlib
 import re
@@ -88,13 +89,14 @@ def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
     make = lambda _: workdir.restore_params(
       folder, number, "critic", critic.params
     )
+  learner = run.learner
   if view := choices.VIEWS.switched_on(config.value):
     # The run's own data may differ: take the answers from these prompts.
     answers = {prompt.example_id: prompt.answer for prompt in judged.prompts}
     view = functools.partial(view, answers.__getitem__, run.tokenizer)
-    run.learner.views = {"critic": view}
-  rollout, state = judged.responses.rollout, run.learner.init(critic=make)
-  values = run.learner.read(state, "values", rollout)
+    learner = dataclasses.replace(learner, views={"critic": view})
+  rollout, state = judged.responses.rollout, learner.init(critic=make)
+  values = learner.read(state, "values", rollout)
   run.judge.close()
   run.worker.close()
   return values

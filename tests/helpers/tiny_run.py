@@ -260,7 +260,7 @@ def with_config(run: build.Run, **changes) -> build.Run:
   config_lib.update(config, dotted(changes))
   made = build.make_run(config)
   learner = copy.copy(run.learner)
-  learner.settings = made.learner.settings
+  vars(learner)["settings"] = made.learner.settings
   pretraining = made.pretraining
   if pretraining is not None:
     pretraining = dataclasses.replace(

@@ -23,7 +23,7 @@ def with_learner(run, _estimate=None, **fields):
   """Returns the run with other fields in its learner; may share programs."""
   learner = dataclasses.replace(run.learner, **fields)
   if _estimate is not None:
-    learner._estimate = _estimate
+    vars(learner)["_estimate"] = _estimate
   return dataclasses.replace(run, learner=learner)
 
 
@@ -71,7 +71,7 @@ def recording(run, log):
     log.collected.append(jax.tree.map(np.array, collected.batch.responses))
     return collected
 
-  learner._experience = experience
+  vars(learner)["_experience"] = experience
   worker = types.SimpleNamespace(collect=collect)
   return dataclasses.replace(run, learner=learner, worker=worker)
 

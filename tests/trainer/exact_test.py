@@ -98,7 +98,9 @@ def test_the_parity_check_demands_equality(model, dtype):
 def test_a_run_stops_at_a_difference(model, tmp_path):
   run = make_run(model, estimator__name="group")
   score = run.learner.sampler_logprobs
-  run.learner.sampler_logprobs = lambda *given: score(*given) + 0.5
+  wrong = lambda *given: score(*given) + 0.5
+  learner = dataclasses.replace(run.learner, sampler_logprobs=wrong)
+  run = dataclasses.replace(run, learner=learner)
   with pytest.raises(sync.SyncError, match=r"0\.5 nats, limit 0; .* a bug"):
     loop.train(run, tmp_path)
   # The step is neither in the log nor in a checkpoint.

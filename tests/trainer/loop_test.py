@@ -67,7 +67,8 @@ def estimating(run, change):
 
   def changed(learner):
     changed = copy.copy(learner)
-    changed._experience = lambda *a, **b: change(learner._experience(*a, **b))
+    experience = lambda *a, **b: change(learner._experience(*a, **b))
+    vars(changed)["_experience"] = experience
     return changed
 
   pretraining = dataclasses.replace(
