@@ -28,9 +28,6 @@ CONFIG, CHANGES = "config.json", "config_changes.jsonl"
 ROWS, MODEL = "metrics.jsonl", "base_model"
 
 Changes = dict[str, list[Any]]  # Key -> [old, new], as JSON values.
-# Removed keys that checkpoints of the current format may still have, with the
-# value that can be ignored.
-_GONE = {"model.remat": True}
 
 
 def is_workdir(path: pathlib.Path) -> bool:
@@ -89,7 +86,6 @@ def to_config(settings: Mapping[str, Any], file: Any = "settings") -> Any:
   changes = {
     key: tuple(value) if isinstance(value, list) else value
     for key, value in settings.items()
-    if _GONE.get(key, ...) != value
   }
   with located(str(file)):
     config_lib.update(config, changes)
@@ -107,7 +103,7 @@ def read_settings(
     InputError: As in `read_config`.
   """
   saved = facts(workdir)
-  known = saved.get("changes")  # Earlier versions did not save them.
+  known = saved.get("changes")  # None without a checkpoint.
   first = dict(saved.get("config", {}))
   for row in reversed(known or []):
     first |= {key: value for key, (value, _) in row["changes"].items()}
@@ -230,7 +226,7 @@ def restore_params(
   trained = f"learner.{model}.trained"
   found = checkpoint.load(folder / str(step), {trained: shapes.trained})
   if shapes.base:
-    found |= checkpoint.load_base(folder, step, {base: shapes.base})
+    found |= checkpoint.load_base(folder, {base: shapes.base})
   return models.merge(models.Params(found.get(base, {}), found[trained]))
 
 

@@ -146,7 +146,7 @@ def _take(run: pathlib.Path, name: str, source: str) -> str:
     )
   part = _Part(run, 0, name, "")
   for item in part.items:
-    if re.fullmatch(r"learner\.(?!temperature_state)\w+", item):
+    if re.fullmatch(r"learner\.(?!processor_states)\w+", item):
       raise InputError(
         f"{run}: has {item}, which depends on the policy; use another method"
       )

@@ -20,7 +20,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.system import files
 
 FILE = "COMMIT"
-FORMAT = 5  # Format version that is written; format 4 can be read too.
+FORMAT = 6  # Format version; no other one is read.
 
 
 class DamagedError(InputError):
@@ -114,22 +114,16 @@ def read(folder: pathlib.Path, *parts: str) -> dict[str, Any]:
     raise DamagedError(folder, f"{FILE} has changed since it was written")
   record = json.loads(body)
   found = record.get("format") if isinstance(record, dict) else None
-  if found not in (4, FORMAT):
+  if found != FORMAT:
     raise InputError(
       f"{folder}: checkpoint format {found!r}, but this version of"
-      f" jaxrl_llm reads 4 and {FORMAT}; use the version that wrote it, or"
-      " another --workdir"
+      f" jaxrl_llm reads {FORMAT}; use the version that wrote it, or another"
+      " --workdir"
     )
   for part in ("leaves", *parts):
     if not isinstance(record.get(part), dict):
       raise DamagedError(folder, f"{FILE} has no {part!r}")
   return record
-
-
-def saved_name(record: Mapping[str, Any], item: str) -> str:
-  """Returns an item's name in a checkpoint; format 4 joins all params."""
-  old = record["format"] == 4
-  return re.sub(r"\.(trained|base)$", ".params", item) if old else item
 
 
 def check_shapes(
@@ -138,7 +132,7 @@ def check_shapes(
   """Raises InputError if leaves are missing, left over or of other shapes."""
   saved, (names, leaves) = record["leaves"], digest.named_leaves(targets)
   more = {x for x in saved if x.split("/")[0] in targets}.difference(names)
-  if more and record["format"] > 4:  # Format 4 joins trees, see `saved_name`.
+  if more:
     raise InputError(
       f"{folder}: {min(more)} is not part of this model; use the model it was"
       " saved from or another --workdir"

@@ -267,21 +267,17 @@ def newest_undamaged(
 
 
 def load_base(
-  directory: pathlib.Path, step: int, targets: Mapping[str, Any]
+  directory: pathlib.Path, targets: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Reads arrays written by `Checkpointer.save_base`.
 
   Args:
     directory: directory of the steps.
-    step: step to read from in format 4, where each step has all arrays.
     targets: as in `checkpoint.load`, which raises the same errors.
   """
   base = directory / _BASE
   if not processes.of_first((base / commit.FILE).exists):
-    record = processes.of_first(commit.read, directory / str(step))
-    if record["format"] > 4:
-      raise commit.DamagedError(base, f"{commit.FILE} is missing", _RESTORE)
-    base = directory / str(step)
+    raise commit.DamagedError(base, f"{commit.FILE} is missing", _RESTORE)
   try:
     return trees_lib.load(base, targets)
   except commit.DamagedError as error:

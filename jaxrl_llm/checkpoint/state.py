@@ -6,8 +6,8 @@ its path of fields, so that items can be read separately. A record of host
 arrays (`Rollout`, `Responses`) is an item whose shapes are in the metadata.
 
 A new field of a state therefore only needs its declaration. A field with the
-metadata `constant` is not stored, a field with `path` is stored under that
-name, and the entries of a dict with `inline` are stored as if they were fields.
+metadata `constant` is not stored, and the entries of a dict with `inline` are
+stored as if they were fields.
 """
 
 import dataclasses
@@ -114,8 +114,12 @@ def from_items(
 def _parts(states: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the parts of states by path."""
   parts = {}
+
+  def collect(path, part):
+    parts[path] = part
+
   for name, state in states.items():
-    _map(parts.__setitem__, name, state)
+    _map(collect, name, state)
   return parts
 
 
@@ -136,8 +140,7 @@ def _map(function: Callable[[str, Any], Any], path: str, state: Any) -> Any:
         name: _map(function, f"{path}.{name}", x) for name, x in value.items()
       }
     elif not metadata.get("constant"):
-      name = metadata.get("path", field.name)
-      parts[field.name] = _map(function, f"{path}.{name}", value)
+      parts[field.name] = _map(function, f"{path}.{field.name}", value)
   return dataclasses.replace(state, **parts)
 
 

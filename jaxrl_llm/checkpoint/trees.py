@@ -88,24 +88,22 @@ def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
   path = pathlib.Path(path).absolute()
   record = processes.of_first(commit.read, path)
   processes.await_files(path)
-  names = [commit.saved_name(record, name) for name in targets]
-  saved = dict(zip(names, targets.values()))
-  commit.check_shapes(path, record, saved)
+  commit.check_shapes(path, record, targets)
   items = {
     name: ocp.args.PyTreeRestore(
       tree,
       restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
       partial_restore=True,  # An item may contain more.
     )
-    for name, tree in saved.items()
+    for name, tree in targets.items()
   }
-  members = members_of(saved)
+  members = members_of(targets)
   try:
-    trees = saved
+    trees = dict(targets)
     if jax.process_index() in members:
       with make(ocp.Checkpointer, members) as checkpointer:
         found = checkpointer.restore(path, ocp.args.Composite(**items))
-      trees = {name: found[name] for name in saved}
+      trees = {name: found[name] for name in targets}
       if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(trees)):
         raise ValueError("an array is missing")
     failed = None
@@ -116,7 +114,7 @@ def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
   if jax.process_count() > 1:
     trees = _completed(trees)
   commit.check_bits(path, record, trees)
-  return {new: trees[old] for new, old in zip(targets, names)}
+  return trees
 
 
 def load_whole(path: pathlib.Path, prefix: str = "") -> dict[str, Any]:

@@ -28,9 +28,7 @@ class LearnerState:
   models: dict[str, TrainState] = dataclasses.field(metadata={"inline": True})
   companions: dict[str, Any] = dataclasses.field(metadata={"inline": True})
   # States of logits processors by name, from the last batch; None without any.
-  processor_states: Any = dataclasses.field(
-    metadata={"path": "temperature_state"}  # Its name in formats 4 and 5.
-  )
+  processor_states: Any
   waiting: Responses | None  # Ended; the critic is not yet trained on them.
   # Constants, which the checkpoints of steps leave out. Parameters that are not
   # trained, by member; a member without an entry shares the policy's.
@@ -137,10 +135,10 @@ def _take_on(mesh: jax.sharding.Mesh) -> Callable[..., Experience]:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jax.lax.bitcast_convert_type(bits[rows], jnp.float32)
 
-  return jax.jit(
-    lambda arrays, rows: {k: take(x, rows) for k, x in arrays.items()},
-    out_shardings=sharding.replicated(mesh),
-  )
+  def take_rows(arrays, rows):
+    return {name: take(x, rows) for name, x in arrays.items()}
+
+  return jax.jit(take_rows, out_shardings=sharding.replicated(mesh))
 
 
 @dataclasses.dataclass(frozen=True)

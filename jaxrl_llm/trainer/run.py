@@ -96,7 +96,7 @@ def restore(
   states = States(**saver.restore_states(step, abstract._asdict()))
   items, damage = _base_items(abstract.learner), ""
   try:
-    base = checkpoint.load_base(saver.directory, step, items) if items else {}
+    base = checkpoint.load_base(saver.directory, items) if items else {}
   except checkpoint.DamagedError as error:
     damage = f"{error.folder}: damaged ({error.what})"
     base = _base_items(run.learner.init(critic=run.critic_params))
@@ -105,9 +105,7 @@ def restore(
     base={k: base.get(_BASE.format(k), {}) for k in learner.base},
     **run.learner.constants(),
   )
-  # Earlier versions kept no checksums.
-  known = saver.record(step, "facts")["facts"].get("shared")
-  if (known is not None or damage) and known != _shared(learner):
+  if saver.record(step, "facts")["facts"]["shared"] != _shared(learner):
     raise InputError(
       f"{damage and damage + ', and '}{base_models.model_path(run.config)}: its"
       " weights, or those of the checkpoint's base, have changed since"
