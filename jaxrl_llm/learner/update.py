@@ -205,6 +205,10 @@ def make_update(
   if out_shardings is not None:
     of_state, of_metrics = out_shardings
     of_sums = of_state.trained, of_metrics
+  # A run shows these names when it compiles the programs.
+  whole.__name__ = f"update_{objective.name}"
+  for part in (begin, add, apply):
+    part.__name__ = f"update_{objective.name}_{part.__name__}"
   return Update(
     whole=jax.jit(whole, donate_argnums=0, out_shardings=out_shardings),
     begin=jax.jit(begin, out_shardings=of_sums),

@@ -118,7 +118,7 @@ def make_parity_check(
   arrays = inputs, targets, positions
 
   @jax.jit
-  def trained(params):
+  def parity_score(params):
     rows = PackedRows(
       tokens=inputs,
       segments=np.ones_like(inputs),
@@ -131,7 +131,9 @@ def make_parity_check(
   sampled = jax.jit(_decoded_logprobs(fns, arrays, page_size))
 
   def check(params, weights):
-    ours, theirs = processes.to_host((trained(params), sampled(weights.params)))
+    ours, theirs = processes.to_host(
+      (parity_score(params), sampled(weights.params))
+    )
     errors = np.abs(ours - theirs) / np.maximum(1, np.abs(ours))
     error = float(np.mean(errors))
     if not error <= tolerance:  # NaN fails too.
@@ -216,7 +218,7 @@ def _decoded_logprobs(fns, arrays, page_size):
     page_size=page_size,
   )
 
-  def decoded(params):
+  def parity_decode(params):
     kv_cache = fns.init_kv_cache(
       shards=shards, pages=table.size, page_size=page_size
     )
@@ -235,4 +237,4 @@ def _decoded_logprobs(fns, arrays, page_size):
 
     return jax.lax.scan(step, kv_cache, [jnp.asarray(x.T) for x in arrays])[1].T
 
-  return decoded
+  return parity_decode
