@@ -157,7 +157,6 @@ def run() -> int:
   """
   # Slow imports come late, so that a typo in a flag is reported at once.
   import jax
-  from parts import dry_run
 
   from jaxrl_llm import __version__, workdir
   from jaxrl_llm.system import plugin, processes, signals
@@ -180,6 +179,8 @@ def run() -> int:
   inputs = components.inputs.items()
   processes.check_same({f"a digest of config.{k}": x for k, x in inputs})
   if _DRY_RUN.value:
+    from parts import dry_run
+
     dry_run.dry_run(components)
     return 0
   print(f"workdir {folder}", flush=True)

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.models import context
+from jaxrl_llm.models.kernels import platform_of
 from jaxrl_llm.sampling.processors import Distribution
 from jaxrl_llm.sharding import axes_of
 
@@ -67,12 +68,14 @@ def choose(
   if given is None:
     given = jnp.full(uniform.shape, -1, jnp.int32)
   arrays = logits, uniform, given, *settings
+  on_gpu = platform_of(sharding) == "gpu"
+  remove = _filter_on_gpu if on_gpu else _filter
   if sharding is None:
-    return _choose(*arrays)
-  return _choose_by_slots(sharding, *arrays)
+    return _choose(remove, *arrays)
+  return _choose_by_slots(remove, sharding, *arrays)
 
 
-def _choose_by_slots(sharding, *arrays):
+def _choose_by_slots(remove, sharding, *arrays):
   """Chooses on each device for some slots, with their whole vocabulary.
 
   On its own, XLA gathers all logits on every GPU, and TPUs exchange sums in
@@ -96,7 +99,7 @@ def _choose_by_slots(sharding, *arrays):
       logits = jax.lax.all_to_all(logits, axes, 0, 1, tiled=True)
       own = jax.lax.axis_index(axes)
       others = (x.reshape(parts, -1)[own] for x in others)
-    choice = _choose(logits, *others)
+    choice = _choose(remove, logits, *others)
     if parts > 1:
       choice = jax.lax.all_gather(choice, axes, tiled=True)
     return jax.tree.map(lambda x: x[:count], choice)
@@ -110,7 +113,7 @@ def _choose_by_slots(sharding, *arrays):
   )(*arrays)
 
 
-def _choose(logits, uniform, given, temperature, top_k, top_p, min_p):
+def _choose(remove, logits, uniform, given, temperature, *filters):
   greedy = temperature <= 0
   scale = jnp.where(greedy, _COLD, temperature)[:, None]
   uniform = jnp.where(greedy, 0.0, uniform)  # Ties: the first token.
@@ -118,9 +121,7 @@ def _choose(logits, uniform, given, temperature, top_k, top_p, min_p):
   # Subtract the maximum before a tiny temperature can make it overflow.
   below = logits - jnp.max(logits, axis=-1, keepdims=True)
   weights = jnp.exp(below / scale)
-  weights, least = jax.lax.platform_dependent(
-    *(weights, top_k, top_p, min_p), cuda=_filter_on_gpu, default=_filter
-  )
+  weights, least = remove(weights, *filters)
   tokens = jnp.where(given >= 0, given, _invert_cdf(uniform, weights))
   pick = lambda x: jnp.take_along_axis(x, tokens[:, None], axis=-1)
   weight = pick(weights)
@@ -191,7 +192,7 @@ def _filter_on_gpu(weights, top_k, top_p, min_p):
   # Pallas is slow to import, and other platforms do not need it.
   from jaxrl_llm.sampling import filter_gpu
 
-  least = filter_gpu.bounds(weights, top_k, top_p)
+  least = filter_gpu.bounds(weights, top_k, top_p, bound)
   return _keep(weights, least, min_p)
 
 

@@ -40,7 +40,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm import checkpoint, fleet, metrics, sync
+from jaxrl_llm import checkpoint, metrics, sync
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.system import processes, signals
 from jaxrl_llm.system.processes import of_first
@@ -191,6 +191,8 @@ def _make_logger(run, folder, saver, last_step) -> metrics.PhaseLogger:
   else:
     logger = metrics.PhaseLogger(**watched)
   if name and config.run.watch_hosts_s:
+    from jaxrl_llm import fleet  # Not needed by one process.
+
     watch = fleet.HostWatch(
       folder.path / "hosts",
       name,

@@ -9,7 +9,7 @@ from helpers.interpreted import make_kind, with_gradients
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxrl_llm.models import grouped_gpu, kernels_gpu
-from jaxrl_llm.sampling import filter_gpu
+from jaxrl_llm.sampling import choose, filter_gpu
 
 INT, FLOAT = jnp.int32, jnp.float32
 
@@ -51,4 +51,5 @@ def test_products_of_experts(dtype):
 
 def test_thresholds_of_the_filter():
   settings = ((4,), INT), ((4,), FLOAT)
-  assert _count_kernels(filter_gpu.bounds, ((4, 5000), FLOAT), *settings) == 1
+  bounds = functools.partial(filter_gpu.bounds, bound=choose.bound)
+  assert _count_kernels(bounds, ((4, 5000), FLOAT), *settings) == 1
