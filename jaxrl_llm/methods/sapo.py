@@ -177,18 +177,22 @@ class Swarm:
     """
     self._skipped, names = 0, f"{self.run}-*.read"
     journal = self._own / names.replace("*", f"{number:012d}")
-    what = f"config.schedule.share_in={self._own}: cannot be used"
-    with as_input_error(what, "choose another folder", OSError, ValueError):
-      if self._read is None:
+    if self._read is None:
+      what = f"config.schedule.share_in={self._own}: cannot be made"
+      with as_input_error(what, "choose another folder", OSError):
         self._own.mkdir(parents=True, exist_ok=True)
-        self._read = {}
-        for file in sorted(self._own.glob(names)):  # Also of later batches.
-          with file.open() as lines:
-            self._read |= json.loads(lines.readline())["read"]
-      if journal.exists():
+      self._read = {}
+      for file in sorted(self._own.glob(names)):  # Also of later batches.
+        with contextlib.suppress(OSError, ValueError), file.open() as lines:
+          self._read |= json.loads(lines.readline())["read"]
+    if journal.exists():
+      try:
         with journal.open() as lines:
           first, *records = map(json.loads, lines)
         return records, first["skipped"]
+      except (OSError, ValueError) as error:
+        self._skip(journal, f"cannot be read ({error})")
+        return [], self._skipped
     before, self._read, records = self._read, {**self._read}, []
     left = _MOST_BYTES
     for file in sorted({*self._files()}):
