@@ -162,12 +162,8 @@ class Workdir:
     if not reading.steps(self.path):
       validation.check_effect(config)
       return {}
-    old = reading.read_config(self.path)
-    changes = reading.differences(old, config)
-    # Earlier versions stored relative paths; the same ones are no change.
-    old = config_lib.with_absolute_paths(old)
-    moved = changes.keys() - reading.differences(old, config).keys()
-    fixed = {config_lib.FIXED}
+    changes = reading.differences(reading.read_config(self.path), config)
+    moved, fixed = set(), {config_lib.FIXED}
     if config.schedule.window or config.schedule.stop != "all":
       fixed.add(config_lib.IN_FLIGHT)
     if config.off_policy.keep_weights:
@@ -328,7 +324,7 @@ class Workdir:
         f" was saved: {'; '.join(reading.describe(wrong))}; restore the old"
         " values, and change settings by --config.KEY=VALUE"
       )
-    before = saved.get("inputs", {})  # Earlier versions kept none.
+    before = saved["inputs"]
     if _DATA in changes and before.get(_DATA) != inputs[_DATA]:
       (line,) = reading.describe({_DATA: changes[_DATA]})
       raise InputError(
