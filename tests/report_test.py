@@ -282,3 +282,12 @@ def test_the_summary_counts_responses_on_which_the_reward_failed():
   said = report.reached(report.Run("a", rows, {}))
   assert said.endswith("; the reward failed on 1,234 responses in 2 steps")
   assert "failed" not in report.reached(report.Run("a", rows[:1], {}))
+
+
+def test_the_last_line_says_that_evaluations_lack_verdicts():
+  rows = [{"step": i, "eval/set/avg@4": 0.5} for i in range(3)]
+  for row, share in zip(rows, (0.0, 0.25, 0.1)):
+    row["eval/set/unjudged_fraction"] = share
+  assert "verdict" not in report.reached(report.Run("a", rows[:1], {}))
+  said = report.reached(report.Run("a", rows, {}))
+  assert said.endswith("; in evaluations up to 25% had no verdict")

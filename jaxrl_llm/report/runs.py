@@ -88,6 +88,9 @@ def series(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
   return steps, values
 
 
+_UNJUDGED = "/unjudged_fraction"  # Of the responses of an evaluation.
+
+
 def accuracy_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
   """Returns the names of evaluation accuracies: avg@k, greedy of each set."""
   names = dict.fromkeys(name for row in rows for name in row)
@@ -99,6 +102,7 @@ def reached(run: Run) -> str:
 
   Has accuracies with the standard error of the last one, or the mean reward if
   the run was not evaluated, and the responses on which the reward failed.
+  Responses without a verdict count as incorrect in accuracies.
   """
   parts, span = [], ""
   for name in accuracy_names(run.rows) or ["reward/mean"]:
@@ -113,4 +117,9 @@ def reached(run: Run) -> str:
   if errors.any():
     span += f"; the reward failed on {errors.sum():,.0f} responses in"
     span += f" {np.count_nonzero(errors)} steps"
+  lost = [
+    row[name] for row in run.rows for name in row if name.endswith(_UNJUDGED)
+  ]
+  if any(lost):
+    span += f"; in evaluations up to {max(lost):.0%} had no verdict"
   return ", ".join(parts) + span
