@@ -21,6 +21,25 @@ FLAGS = " ".join(
 )
 
 
+# Each line of input starts a process forked from this one, which has imported
+# modules and started no threads. Its exit code is printed.
+_FORKS = """
+import json, os, sys
+{imports}
+
+for line in sys.stdin:
+  child = os.fork()
+  if not child:
+    break
+  _, status = os.waitpid(child, 0)
+  print(os.waitstatus_to_exitcode(status), flush=True)
+else:
+  sys.exit()
+given = json.loads(line)
+{code}
+"""
+
+
 def environment(path=_ROOT, **more):
   """Returns the environment of a program with one device, as on a laptop."""
   return os.environ | {"PYTHONPATH": str(path), "XLA_FLAGS": FLAGS} | more
@@ -36,6 +55,35 @@ def environment_of_users():
   """Returns the environment without flags for fast compilation."""
   own = environment()
   return {k: v for k, v in own.items() if k not in ("XLA_FLAGS", "NPROC")}
+
+
+@contextlib.contextmanager
+def forks(imports, code, env, log):
+  """Yields (*values) -> exit code of Python code, in which they are `given`.
+
+  Args:
+    imports: lines that are run once.
+    code: lines that are run in a new process for each call.
+    env: environment.
+    log: file for errors.
+  """
+  with log.open("w") as errors:
+    server = subprocess.Popen(
+      [sys.executable, "-c", _FORKS.format(imports=imports, code=code)],
+      env=env,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=errors,
+      text=True,
+    )
+
+  def run(*values):
+    print(json.dumps(values), file=server.stdin, flush=True)
+    return int(server.stdout.readline())
+
+  with server:
+    yield run
+    server.stdin.close()
 
 
 def finish(program, *arguments, cwd=_ROOT, env=None, code=0):

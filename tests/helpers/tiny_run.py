@@ -160,9 +160,20 @@ def resume(run: build.Run, folder: pathlib.Path) -> pathlib.Path:
 
 
 def assert_same_checkpoints(run: build.Run, *folders: pathlib.Path):
-  """Compares the last checkpoints of two runs: arrays bit for bit, counters."""
-  last = f"checkpoints/{run.config.run.steps}"
-  once, again = (commit.read(folder / last) for folder in folders)
+  """Compares the last checkpoints of two runs."""
+  assert_same_checkpoint(run.config.run.steps, *folders)
+
+
+def assert_same_end(step: int, *folders: pathlib.Path):
+  """Compares the rows and the last checkpoints of two runs."""
+  once, again = map(comparable, folders)
+  assert once == again
+  assert_same_checkpoint(step, *folders)
+
+
+def assert_same_checkpoint(step: int, *folders: pathlib.Path):
+  """Compares a checkpoint of two runs: arrays bit for bit, counters."""
+  once, again = (commit.read(x / f"checkpoints/{step}") for x in folders)
   assert once["leaves"] == again["leaves"]
   assert once["states"] == again["states"]
 

@@ -1,35 +1,22 @@
 """Faults around scripts/train.py: rows, arrays and exit code stay the same."""
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 from helpers import programs, tiny_run
 
-from jaxrl_llm.checkpoint import commit
-
-# Each line of input starts scripts/train.py in a process forked from this one,
-# which has imported the modules: [arguments, commands of the shell that set up
-# its streams, line of Python to run before].
-_SERVER = """
-import json, os, sys, runpy
+_IMPORTS = """
+import runpy
 import jaxrl_llm.trainer.build, jaxrl_llm.trainer.loop, tensorboardX
 from parts import command_line, dry_run
 from absl import flags
-
-for line in sys.stdin:
-  child = os.fork()
-  if not child:
-    break
-  _, status = os.waitpid(child, 0)
-  print(os.waitstatus_to_exitcode(status), flush=True)
-else:
-  sys.exit()
-arguments, out, err, before = json.loads(line)
+"""
+# Runs scripts/train.py with arguments; sets up its streams as named, and runs a
+# line of Python before.
+_CHILD = """
+arguments, out, err, before = given
 with open(os.devnull) as none:
   os.dup2(none.fileno(), 0)
 for number, name in ((1, out), (2, err)):
@@ -78,15 +65,6 @@ def train(tmp_path_factory, model):
   environment = programs.environment_of_tests()
   environment["PYTHONPATH"] += f":{scratch}:scripts"
   environment["XLA_FLAGS"] = programs.FLAGS
-  with (scratch / "server").open("w") as errors:
-    server = subprocess.Popen(
-      [sys.executable, "-c", _SERVER],
-      env=environment,
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=errors,
-      text=True,
-    )
 
   def run(folder, out="", err="", before="", flags=None, **changes):
     logs = [scratch / f"{folder.name}.{name}" for name in ("out", "err")]
@@ -98,15 +76,14 @@ def train(tmp_path_factory, model):
     changes = {"model__lora_rank": 2, "loss__kl_coefficient": 0.1} | changes
     if flags is None:
       flags = tiny_run.flags(model, folder, **changes)
-    asked = ["scripts/train.py", *flags], out or str(logs[0])
-    asked = *asked, err or str(logs[1]), before
-    print(json.dumps(asked), file=server.stdin, flush=True)
-    code = int(server.stdout.readline())
+    arguments = ["scripts/train.py", *map(str, flags)]
+    streams = [x or str(log) for x, log in zip((out, err), logs)]
+    code = start(arguments, *streams, before)
     return code, *(log.read_text() for log in logs)
 
-  with server:
+  log = scratch / "server"
+  with programs.forks(_IMPORTS, _CHILD, environment, log) as start:
     yield run
-    server.stdin.close()
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +100,7 @@ def plain(tmp_path_factory, train):
 
 
 def check_same(folder, plain):
-  assert tiny_run.comparable(folder) == tiny_run.comparable(plain)
-  ends = [commit.read(x / "checkpoints" / "3") for x in (folder, plain)]
-  assert ends[0]["leaves"] == ends[1]["leaves"]
-  assert ends[0]["states"] == ends[1]["states"]
+  tiny_run.assert_same_end(3, folder, plain)
 
 
 @pytest.mark.slow(minutes=1)

@@ -1,38 +1,25 @@
 """A run that is killed repeatedly ends exactly like an uninterrupted one."""
 
 import contextlib
-import json
 import pathlib
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 
 import pytest
 from helpers import programs, tiny_run
 
-from jaxrl_llm.checkpoint import commit
-
-# Each line of input starts a run in a process forked from this one, which has
-# imported everything and started no threads. The run kills itself before or
-# after the given call of a function. Its exit code is printed.
-_PROGRAM = """
-import importlib, json, os, signal, sys
+_IMPORTS = """
+import importlib, signal
 from helpers import tiny_run
 from jaxrl_llm.trainer import build, loop
-
-for line in sys.stdin:
-  child = os.fork()
-  if not child:
-    break
-  _, status = os.waitpid(child, 0)
-  print(os.waitstatus_to_exitcode(status), flush=True)
-else:
-  sys.exit()
+"""
+# A run that kills itself before or after the given call of a function.
+_RUN = """
 os.dup2(2, 1)
-model, workdir, place, when, number = json.loads(line)
+model, workdir, place, when, number = given
 calls = 0
 
 def killed(function):
@@ -81,22 +68,12 @@ def trainer(log):
   Its arguments are the model, the run's folder, and where the run kills itself:
   a function, before or after its call, and the number of the call.
   """
-  with log.open("w") as errors:
-    program = subprocess.Popen(
-      [sys.executable, "-c", _PROGRAM],
-      env=programs.environment_of_tests(),
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=errors,
-      text=True,
-    )
+  env = programs.environment_of_tests()
+  with programs.forks(_IMPORTS, _RUN, env, log) as start:
 
-  def train(model, workdir, place="nowhere", when="before", number=0):
-    run = str(model), str(workdir), place, when, number
-    print(json.dumps(run), file=program.stdin, flush=True)
-    return int(program.stdout.readline())
+    def train(model, workdir, place="nowhere", when="before", number=0):
+      return start(str(model), str(workdir), place, when, number)
 
-  with program:
     yield train
 
 
@@ -119,10 +96,7 @@ def kill_in_turn(folder, places):
         for step in ("4", "5", "6"):
           shutil.rmtree(broken / "checkpoints" / step, ignore_errors=True)
     assert train(model, broken) == 0, log.read_text()
-  assert tiny_run.comparable(broken) == tiny_run.comparable(whole)
-  ends = [commit.read(x / "checkpoints" / "6") for x in (broken, whole)]
-  assert ends[0]["leaves"] == ends[1]["leaves"]
-  assert ends[0]["states"] == ends[1]["states"]
+  tiny_run.assert_same_end(6, broken, whole)
   return kills, {path.name for path in (broken / "checkpoints").iterdir()}
 
 
