@@ -392,7 +392,7 @@ def make_run(config) -> Run:
   source = PromptSource(
     _Examples(),
     lambda example: [1],
-    types.SimpleNamespace(decode=lambda *_, **__: "", longest=1),
+    types.SimpleNamespace(decode=lambda *_, **__: "", fewest=len),
     seed=3,
     max_prompt_length=1,
   )
