@@ -22,7 +22,7 @@ from jaxrl_llm.errors import InputError, as_input_error
 
 _MAX_BYTES = 4  # UTF-8 bytes of a character.
 _PRIVATE_USE = range(0xE000, 0xF900)
-_MOST_CHARS = 1 << 24  # The files.library needs a hundred times as many bytes.
+_MOST_CHARS = 1 << 24  # The library needs a hundred times as many bytes.
 _BEFORE = "\n=;.aA"  # Texts that a continuation may follow, best first.
 
 
@@ -73,7 +73,7 @@ class Tokenizer:
     ids = set(vocabulary.values())
     self.vocab_size = self._rows = max(ids) + 1
     self._longest = max(map(len, vocabulary))
-    with files.library(
+    with files.as_tokenizer_error(
       f"{directory}/tokenizer.json: damaged tokenizer", files.AGAIN
     ):
       self.prefix = files.prefix_of(plain)
@@ -177,7 +177,7 @@ class Tokenizer:
         f"{what}: it has {len(text)} characters, more than {_MOST_CHARS};"
         " shorten the text"
       )
-    with files.library(what, "use characters of its vocabulary"):
+    with files.as_tokenizer_error(what, "use characters of its vocabulary"):
       tokens = tokenizer.encode(text, add_special_tokens=False).ids
     return self._with_rows(tokens)
 
@@ -216,7 +216,7 @@ class Tokenizer:
     ids = [int(i) for i in ids]
     if skip_special:
       ids = [i for i in ids if i not in self._silent]
-    with files.library(
+    with files.as_tokenizer_error(
       f"{self.path}/tokenizer.json cannot decode tokens", files.AGAIN
     ):
       return self._plain.decode(ids, skip_special_tokens=False)

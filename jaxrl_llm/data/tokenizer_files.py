@@ -16,7 +16,7 @@ AGAIN = "download it again"
 
 
 @contextlib.contextmanager
-def library(what: str, advice: str) -> Iterator[None]:
+def as_tokenizer_error(what: str, advice: str) -> Iterator[None]:
   """Turns errors of the tokenizer library into an InputError.
 
   The library raises Exception and, for failed assertions, PanicException, a
@@ -34,7 +34,7 @@ def library(what: str, advice: str) -> Iterator[None]:
 def read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
   """Reads a `tokenizer.json`; raises an InputError if it is damaged."""
   text = read_text(path, "give a model directory that has a tokenizer.json")
-  with library(f"{path}: damaged tokenizer", AGAIN):
+  with as_tokenizer_error(f"{path}: damaged tokenizer", AGAIN):
     tokenizer = tokenizers.Tokenizer.from_str(text)
   # Published files may enable both, which would truncate long prompts.
   tokenizer.no_truncation()

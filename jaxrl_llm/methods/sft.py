@@ -110,7 +110,7 @@ class Demonstrations(PromptSource):
       if message["role"] != "assistant":
         continue
       context = self._rendered(prompt, said[:turn])
-      # What the template writes between this answer and the previous one.
+      # The template's text between two answers is not trained on.
       stops, seen = [-1, *self._stops(context)], len(self._stops(tokens))
       if len(stops) <= seen:
         raise InputError(

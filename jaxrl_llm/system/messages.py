@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 _PACKAGE = __name__.partition(".")[0] + "."
-# What JSON lacks: kind -> its type, to its content, from its content.
+# Types that JSON lacks: kind -> (type, conversion to JSON, and back).
 _KINDS = {
   "tuple": (tuple, list, tuple),
   "set": (set, list, set),

@@ -25,7 +25,7 @@ from jaxrl_llm import config  # noqa: E402
 
 _PACKAGE = _ROOT / "jaxrl_llm"
 _ZOO = "estimators", "losses", "methods"
-# What only one method has: its name, its settings and its inputs.
+# Names, settings and inputs of single methods.
 _OF_A_METHOD = re.compile(
   r"""hapo|evpo|maxrl|turn_gae|["']ewma["']|interpolate|likelihood|["']given["']|"""
   r"policy_gradient\b|cispo|gspo|demonstrations|halves|[\"']categorical[\"']|"
