@@ -3,9 +3,9 @@
 Prompts with a solve rate below three quarters are sampled again with the
 beginning of a solution, which is the data's column `completion` or the clean
 solution of a built-in task. The rest is GRPO with clip-higher and the
-token-level loss. data.order_settings has the largest and the smallest fraction
-of a solution, `most` (0.8) and `least` (0.0), and the solve rate from which no
-hint is given, `enough` (0.75).
+token-level loss. method.adhint has the largest and the smallest fraction of a
+solution, `most` (0.8) and `least` (0.0), and the solve rate from which no hint
+is given, `enough` (0.75).
 
     python scripts/train.py --config=configs/adhint.py[:PRESET]
 
@@ -19,6 +19,5 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.grouped(preset)
-  config.estimator.name = "hinted"
-  config.data.order = "hints"
+  config.method.use = ("adhint",)
   return config

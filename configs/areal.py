@@ -27,7 +27,8 @@ def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config, _ = config_lib.scaled(preset, groups=True)
   config.schedule.lag = 1
-  config.estimator.name = "reward_to_go"
+  config.estimator.name = "group"
+  config.method.use = ("reinforce_pp",)
   config.estimator.center = "none"
   config.estimator.normalize = "whiten"
   config.loss.clip_high = 0.2

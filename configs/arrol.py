@@ -17,6 +17,6 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.grouped(preset)
-  config.schedule.prune = "arrol"
-  config.schedule.prune_at = config.sampler.max_response_length // 4
+  config.method.use = ("arrol",)
+  config.method.arrol.at = config.sampler.max_response_length // 4
   return config

@@ -21,8 +21,8 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config, scale = config_lib.scaled(preset, groups=True)
-  config.value.ensemble = "halves"
-  config.estimator.agree_share = 0.2
+  config.method.use = ("asyppo",)
+  config.method.asyppo.agree_share = 0.2
   config.value.pretrain_steps = scale.pretrain_steps
   config.estimator.lambda_value = 1.0
   config.estimator.lambda_schedule = "length_adaptive"

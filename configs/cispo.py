@@ -17,7 +17,7 @@ def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config, _ = config_lib.scaled(preset, groups=True)
   config.estimator.name = "group"
-  config.loss.name = "cispo"
+  config.method.use = ("cispo",)
   config.loss.clip_low = 1.0
   config.loss.clip_high = 0.28
   config.loss.mode = "token-mean"

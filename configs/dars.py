@@ -2,7 +2,7 @@
 
 A step samples every prompt as usual and the hard prompts again, with the same
 weights; all responses to a prompt share a baseline. The rest is GRPO with
-clip-higher and the token-level loss. data.order_settings has `signal`, 'equal'
+clip-higher and the token-level loss. method.dars.signal is 'equal'
 (DARS-ET) or 'hard' (DARS-HW). For the authors' larger batches with several
 epochs (DARS-B), set optimizer.policy.mini_batch=0 and
 optimizer.policy.epochs=2.
@@ -19,6 +19,5 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.grouped(preset)
-  config.estimator.name = "example"
-  config.data.order = "dars"
+  config.method.use = ("dars",)
   return config

@@ -4,7 +4,7 @@ If all responses to a prompt are wrong, the last correct response that an
 earlier step sampled for it is added to its group. The clip is around the policy
 that sampled a response; clip-higher and the token-level loss are DAPO's. To put
 responses that were collected beforehand into the store, use
-schedule.replay_from, as in configs/sapo.py.
+method.sapo.replay_from, as in configs/sapo.py.
 
     python scripts/train.py --config=configs/dart.py[:PRESET]
 
@@ -19,6 +19,6 @@ def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.grouped(preset)
   config.schedule.replay = 0.5
-  config.schedule.replay_for = "unsolved"
+  config.method.use = ("dart",)
   config.off_policy.proximal = "stored"
   return config

@@ -6,7 +6,7 @@ changed. Rewards are only logged. The loss is PPO's clipped surrogate, averaged
 over the tokens of a mini-batch; every prompt has one response.
 
     python scripts/train.py --config=configs/distill.py[:PRESET]
-      --config.estimator.settings="{'teachers': 'DIR'}"
+      --config.method.distill.teachers=DIR
 
 DIR is a Hugging Face directory with the tokenizer of the policy;
 scripts/convert.py makes one from a run. With 'DIR,DIR', the data's column
@@ -26,7 +26,8 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config, _ = config_lib.scaled(preset)
-  config.estimator.name = "distillation"
+  config.estimator.name = "group"
+  config.method.use = ("distill",)
   config.loss.mode = "token-mean"
   config.loss.clip_low = 0.2
   config.loss.clip_high = 0.28

@@ -3,7 +3,7 @@
 Group-relative advantages without the standard deviation, the token-level loss,
 and no KL term. A token has no gradient if its probability differs by more than
 0.2 from that at sampling and the update would move it further away
-(`methods/dppo.py`). loss.name=dppo_kl bounds a KL instead of the difference.
+(`methods/dppo.py`). method.dppo.divergence=kl bounds a KL instead.
 
 The paper's batch sizes and learning rates are not known to us; those of the
 preset are used.
@@ -22,7 +22,7 @@ def get_config(preset: str = ""):
   config, _ = config_lib.scaled(preset, groups=True)
   config.estimator.name = "group"
   config.estimator.scale = "none"
-  config.loss.name = "dppo_tv"
+  config.method.use = ("dppo",)
   config.loss.mode = "token-mean"
   config.off_policy.proximal = "stored"
   return config

@@ -1,8 +1,8 @@
 """DPS (2026, arXiv 2603.10887): draws groups that are predicted to be mixed.
 
 The rest is GRPO with clip-higher and the token-level loss; DAPO's dynamic
-sampling, which it replaces, is off. data.order_settings has `explore` (0.1),
-the fraction of prompts that is drawn uniformly.
+sampling, which it replaces, is off. method.dps.explore is the fraction of
+prompts that is drawn uniformly.
 
     python scripts/train.py --config=configs/dps.py[:PRESET]
 
@@ -16,5 +16,5 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.grouped(preset)
-  config.data.order = "dps"
+  config.method.use = ("dps",)
   return config

@@ -18,5 +18,5 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.based_on("vapo", preset)
-  config.estimator.name = "evpo"
+  config.method.use = ("evpo",)
   return config

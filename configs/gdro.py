@@ -16,5 +16,5 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.grouped(preset)
-  config.data.order = "gdro"
+  config.method.use = ("gdro",)
   return config

@@ -16,7 +16,7 @@ def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config, _ = config_lib.scaled(preset, groups=True)
   config.estimator.name = "group"
-  config.loss.name = "gspo"
+  config.method.use = ("gspo",)
   config.loss.clip_low = 3e-4
   config.loss.clip_high = 4e-4
   config.loss.mode = "seq-mean-token-mean"

@@ -3,10 +3,10 @@
 Group statistics weight responses by their tokens. The clip range and advantage
 of a token depend on its entropy within the batch. Dual clip at 10; DAPO's
 dynamic sampling and overlong punishment. Low-entropy tokens have the intended
-sign; `loss.hapo_sign=released` selects that of the published code. The sampling
-temperature varies by 5 % with a token's entropy. The trainer scores at the base
-temperature, as the published code does; `off_policy.correction=truncate`
-corrects for the difference.
+sign; `method.hapo.sign=released` selects that of the published code. The
+sampling temperature varies by 5 % with a token's entropy. The trainer scores at
+the base temperature, as the published code does;
+`off_policy.correction=truncate` corrects for the difference.
 
 At 32B responses have at most 12,288 tokens, of which the last 4,096 are
 punished (the authors' runs have 10K to 12K and DAPO's buffer). The authors
@@ -25,9 +25,9 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config, _ = config_lib.scaled(preset, groups=True)
-  config.estimator.name = "token_group"
-  config.loss.name = "hapo"
-  config.sampler.entropy_tau = 0.05
+  config.estimator.name = "group"
+  config.method.use = ("hapo",)
+  config.method.hapo.tau = 0.05
   config.loss.clip_high = 0.2
   config.loss.dual_clip = 10.0
   config.loss.mode = "token-mean"

@@ -21,5 +21,5 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.grouped(preset)
-  config.reward.group = "majority"
+  config.method.use = ("majority",)
   return config

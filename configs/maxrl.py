@@ -19,6 +19,7 @@ def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config, _ = config_lib.scaled(preset, groups=True)
   config.reward.incorrect = 0.0
-  config.estimator.name = "maxrl"
+  config.estimator.name = "group"
+  config.method.use = ("maxrl",)
   config.loss.mode = "token-mean"
   return config

@@ -18,5 +18,5 @@ def get_config(preset: str = ""):
   config = config_lib.grouped(preset)
   config.data.prompts_per_step *= config.data.group_size // 2
   config.data.group_size = 2
-  config.estimator.name = "cross_probe"
+  config.method.use = ("poise",)
   return config

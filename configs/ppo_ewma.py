@@ -24,8 +24,8 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.based_on("vapo", preset)
-  config.off_policy.proximal = "ewma"
-  config.off_policy.ewma_decay = 0.889
+  config.method.use = ("ppo_ewma",)
+  config.method.ppo_ewma.decay = 0.889
   if preset == "qwen2.5-32b":
     config.sampler.max_response_length = 24576  # T-PPO has the same.
   return config

@@ -19,7 +19,7 @@ def get_config(preset: str = ""):
   config.estimator.name = "group"
   config.estimator.center = "leave_one_out"
   config.estimator.scale = "none"
-  config.loss.name = "policy_gradient"
+  config.method.use = ("rloo",)
   config.loss.mode = "seq-mean-token-sum"
   config.loss.kl_reward_coefficient = 0.03
   # On-policy: one update per batch.

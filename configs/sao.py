@@ -9,10 +9,10 @@ passes over every batch and frozen attention.
 The ablations of the paper are settings:
   one critic update      optimizer.value.epochs=1
   attention trained      optimizer.value.frozen=()
-  without DIS            loss.name=clip, loss.clip_low=0.2, loss.clip_high=0.28
+  without DIS            method.use=(), loss.clip_low=0.2, loss.clip_high=0.28
                          (the paper's row is VAPO, whose file also has groups
                          and a language-model loss)
-  GRPO with DIS          configs/grpo.py with loss.name=dis, loss.clip_low=0.3,
+  GRPO with DIS          configs/grpo.py with method.use=sao, loss.clip_low=0.3,
                          loss.clip_high=5 and off_policy.proximal=stored
 
 Differences from the paper, which we know from notes:
@@ -21,7 +21,7 @@ Differences from the paper, which we know from notes:
     value.pretrain_patience).
   * The lag is exact, not an upper bound (`schedule.lag`). With the large
     steps of small models DIS tolerates none: with a lag of 1, both seeds
-    collapsed temporarily. loss.name=clip with bounds of 0.2 and 0.28
+    collapsed temporarily. PPO's clip with bounds of 0.2 and 0.28
     tolerates 8 (docs/studies.md, section 12).
   * Batches and learning rates are those of the preset, except at 32B: 128
     prompts and learning rates of 1e-6 and 5e-6.
@@ -44,7 +44,7 @@ def get_config(preset: str = ""):
   config.data.group_size = 1
   # The ratio of the current policy to the sampler, and its bounds.
   config.off_policy.proximal = "stored"
-  config.loss.name = "dis"
+  config.method.use = ("sao",)
   config.loss.clip_low = 0.3
   config.loss.clip_high = 5.0
   config.loss.mode = "token-mean"

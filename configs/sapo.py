@@ -5,8 +5,8 @@ F-TIS's mask; clip-higher and the token-level loss are DAPO's. Each of two runs
 names its own folder and that of the other run:
 
     python scripts/train.py --config=configs/sapo.py[:PRESET] --workdir=runs/a \
-        --config.schedule.share_in=runs/a-shared \
-        --config.schedule.replay_from="('runs/b-shared',)"
+        --config.method.sapo.share_in=runs/a-shared \
+        --config.method.sapo.replay_from="('runs/b-shared',)"
 
 Responses that `generate.py` wrote for the training questions can be used in the
 same way: replay_from names the file.
@@ -23,5 +23,6 @@ def get_config(preset: str = ""):
   config = config_lib.grouped(preset)
   config.schedule.replay = 0.5
   config.schedule.replay_keep = "foreign"
-  config.loss.max_distance = 5.0
+  config.method.use = ("f_tis", "sapo")
+  config.method.f_tis.max_distance = 5.0
   return config

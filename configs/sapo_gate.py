@@ -17,6 +17,6 @@ def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config, _ = config_lib.scaled(preset, groups=True)
   config.estimator.name = "group"
-  config.loss.name = "sapo_gate"
+  config.method.use = ("sapo_gate",)
   config.loss.mode = "seq-mean-token-mean"
   return config

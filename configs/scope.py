@@ -4,7 +4,7 @@ A wrong response is sampled again from its first wrong step, which an oracle
 corrects; all responses to a prompt share a baseline. The rest is GRPO with
 clip-higher and the token-level loss. The oracle of the built-in tasks is exact;
 for other data, a --plugin file registers one with `register.oracle`, and
-data.order_settings={'oracle': NAME} selects it.
+method.scope.oracle selects it.
 
     python scripts/train.py --config=configs/scope.py[:PRESET]
 
@@ -18,6 +18,5 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.grouped(preset)
-  config.estimator.name = "example"
-  config.data.order = "repairs"
+  config.method.use = ("scope",)
   return config

@@ -24,11 +24,8 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config, _ = config_lib.scaled(preset)
-  config.data.order = "demonstrations"
-  config.estimator.name = "given"
-  config.loss.name = "likelihood"
+  config.method.use = ("sft",)
   config.loss.mode = "token-mean"
-  config.off_policy.proximal = "none"
   if config.data.source == "sums":
-    config.data.order_settings = {"response_format": " {answer}", "stop": "\n"}
+    config.method.sft.update(response_format=" {answer}", stop="\n")
   return config

@@ -9,7 +9,7 @@ data:
       --samples=8 --problems=0 --out=profile
 
     python scripts/train.py --config=configs/sgpo.py[:PRESET] \
-      --config.data.order_settings="{'profile': 'profile/train.jsonl'}"
+      --config.method.sgpo.profile=profile/train.jsonl
 
 PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
 trains on the built-in running sums on a CPU.
@@ -21,5 +21,5 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.grouped(preset)
-  config.data.order = "sgpo"
+  config.method.use = ("sgpo",)
   return config

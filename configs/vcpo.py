@@ -36,13 +36,12 @@ def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config, _ = config_lib.scaled(preset, groups=True)
   config.schedule.lag = 1
-  config.estimator.name = "optimal_baseline"
-  config.estimator.gradient_norms = "length" if preset else "exact"
-  config.loss.name = "policy_gradient"
+  config.estimator.name = "group"
+  config.method.use = ("vcpo",)
+  config.method.vcpo.gradient_norms = "length" if preset else "exact"
   config.loss.mode = "token-mean"
   config.off_policy.correction = "truncate"
   config.off_policy.level = "sequence"
   config.off_policy.high = 8.0
-  config.off_policy.ess_scale = True
   config.optimizer.policy.update(mini_batch=0, updates_per_step=1)
   return config

@@ -15,5 +15,5 @@ from jaxrl_llm import config as config_lib
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.grouped(preset)
-  config.estimator.name = "sharpened"
+  config.method.use = ("xrpo",)
   return config

@@ -1,15 +1,16 @@
-"""An example plugin: a reward, source of questions, input, loss and metric.
+"""An example plugin: a reward, source of questions, input, loss and method.
 
 scripts/train.py --config=configs/grpo.py --plugin=docs/plugin.py
   --config.data.source=doubles --config.data.settings="{'largest': 40}"
   --config.reward.name=digits --config.reward.weights="{'length': 0.1}"
-  --config.loss.name=early
+  --config.loss.name=early --config.method.use=shortest
 """
 
 import jax.numpy as jnp
 
 from jaxrl_llm import losses, register
 from jaxrl_llm.data.tasks import Example
+from jaxrl_llm.learner import part
 
 
 def digits(response, answer, *, finished):  # Or any column of the data.
@@ -32,12 +33,17 @@ def early(logprobs, proximal_logprobs, advantages, to_come, *, clip_high):
   return losses.clipped_policy_loss(logprobs, proximal_logprobs, credit, **clip)
 
 
-def shortest(own_lengths):  # Tokens of the shortest response of a batch.
+def least(own_lengths):  # Tokens of the shortest response of a batch.
   return own_lengths.min()
+
+
+def shortest(algorithm, s):
+  """Logs own/shortest; see Algorithm for all that a method can change."""
+  return algorithm.change(metrics={"shortest": part(least)})
 
 
 register.reward("digits", digits)
 register.source("doubles", doubles)
 register.token_input("to_come", to_come)
 register.loss("early", early)
-register.metric("shortest", shortest)  # Logged as own/shortest.
+register.method("shortest", shortest)

@@ -8,12 +8,13 @@
 The programs of scripts/ that read a policy use the same class.
 """
 
+import copy
 import dataclasses
 import functools
 import operator
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -413,7 +414,11 @@ def load(
 
 
 def train(
-  config: Any, folder: str | os.PathLike, *, step: int | None = None
+  config: Any,
+  folder: str | os.PathLike,
+  *,
+  step: int | None = None,
+  use: Sequence[Callable[..., Any]] = (),
 ) -> Policy:
   """Trains or resumes a run and returns its policy.
 
@@ -422,6 +427,8 @@ def train(
     folder: directory of the run, created if necessary. A checkpoint in it is
       resumed.
     step: checkpoint to resume; None is the newest.
+    use: methods, applied after those of `config.method.use`; see
+      `register.method`.
 
   Raises:
     InputError: The config, the model's files or the data cannot be used, or the
@@ -430,11 +437,17 @@ def train(
     KeyboardInterrupt: The run was interrupted. It is saved and continues when
       `train` is called again; `load(folder)` is the policy so far.
   """
+  from jaxrl_llm import register
   from jaxrl_llm.trainer import build, loop
 
   config_lib.check_config(config, "train was given")
   for file in config.run.plugins:
     plugin.load(file)
+  if use:
+    config = copy.deepcopy(config)
+  for method in use:
+    register.method(method.__name__, method)
+    config.method.use += (method.__name__,)
   number = loop.train(build.make_run(config), folder, step=step)
   if number:
     raise KeyboardInterrupt(f"{signals.name(number)}, saved in {folder}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import numbers
 import os
 import re
@@ -98,6 +99,29 @@ def located(where: str) -> Iterator[None]:
     yield
   except ValueError as error:
     raise InputError(f"{where}: {error}") from error
+
+
+def refuse(config: Any, wrong: Any, keys: str, advice: str) -> None:
+  """Refuses settings that cannot be used together.
+
+  Args:
+    config: settings of a run.
+    wrong: whether they are refused.
+    keys: dotted keys of the settings, separated by commas.
+    advice: the reason, and what to do.
+
+  Raises:
+    InputError: One line with the settings and their values.
+  """
+  if not wrong:
+    return
+  named = []
+  for key in keys.split(", "):
+    value = functools.reduce(lambda group, x: group[x], key.split("."), config)
+    # The repr of a config group has several lines.
+    value = value.to_dict() if hasattr(value, "to_dict") else value
+    named.append(f"config.{key}={value!r}")
+  raise InputError(f"{' with '.join(named)}: {advice}")
 
 
 class TrainingStopped(RuntimeError):

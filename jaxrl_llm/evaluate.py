@@ -144,7 +144,7 @@ class Evaluator:
   writer: ResponseWriter
   origin: str = ""  # Line on the origin of the problems, or ''.
   # (function that continues responses, new responses) -> ended responses; see
-  # `methods.search`. None samples responses independently.
+  # `rollout.search`. None samples responses independently.
   search: Callable[[Callable[..., Rollout], Rollout], Rollout] | None = None
 
   def greedy(self) -> "Evaluator":

@@ -163,6 +163,16 @@ def token_weights(
   Reference: Yu et al. 2025 (DAPO), arXiv:2503.14476, equation 8; Liu et al.
     2025 (Dr. GRPO), arXiv:2503.20783.
   """
+  check_mode(mode, norm)
+  counts = xp.asarray(mask, bool).astype(xp.float32)
+  lengths = counts.sum(axis=-1, keepdims=True)
+  size = reduction_size(mask, mode=mode, xp=xp) if size is None else size
+  divisor = xp.float32(size) * xp.float32(MODES[mode].length(lengths, norm))
+  return counts / xp.broadcast_to(divisor, counts.shape)
+
+
+def check_mode(mode: str, norm: chex.Numeric | None) -> None:
+  """Raises ValueError as `token_weights` does."""
   check_choice("mode", mode, MODES)
   if (norm is not None) != (mode in NORM_MODES):
     raise ValueError(
@@ -170,11 +180,6 @@ def token_weights(
       f" {sorted(NORM_MODES)} and by no other mode"
     )
   check_number("norm", norm, "(0, inf]")
-  counts = xp.asarray(mask, bool).astype(xp.float32)
-  lengths = counts.sum(axis=-1, keepdims=True)
-  size = reduction_size(mask, mode=mode, xp=xp) if size is None else size
-  divisor = xp.float32(size) * xp.float32(MODES[mode].length(lengths, norm))
-  return counts / xp.broadcast_to(divisor, counts.shape)
 
 
 def reduction_size(mask: chex.Array, *, mode: str, xp: Any = jnp) -> jax.Array:

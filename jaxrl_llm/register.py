@@ -3,26 +3,25 @@
 A registered name becomes a value of its config key, like the names of the
 package. Parts are plain functions: each positional argument receives the input
 of the same name, each keyword-only argument the setting of the same name, and
-unknown names are refused. The files of `methods/` register the package's own
-methods in the same way.
+unknown names are refused. What changes several parts of an algorithm, or adds a
+model, a metric or an auxiliary loss, is a `method`.
 """
 
 import difflib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from jaxrl_llm import config, errors, losses, masked, rewards
+from jaxrl_llm import config, losses, rewards
+from jaxrl_llm.config import zoo
 from jaxrl_llm.data import oracles, sources
 from jaxrl_llm.data import prompt_source as prompts
-from jaxrl_llm.learner import build_algorithm, choices, members, providers
+from jaxrl_llm.learner import core, providers
 from jaxrl_llm.learner import optimizer as optimizers
-from jaxrl_llm.learner.algorithm import ProcessorSpec
+from jaxrl_llm.learner.algorithm import OF_THE_UPDATE, Algorithm
 from jaxrl_llm.learner.parts import part
 from jaxrl_llm.models import families
 from jaxrl_llm.rollout import engine as engines
@@ -38,13 +37,10 @@ _OWN: set[tuple[str, str]] = set()  # (key, name) of user-defined parts.
 def _add(table: dict, key: str, name: str, value: Any) -> None:
   """Adds a part; replaces a user-defined one, e.g. if a cell is run again."""
   of = value if isinstance(value, schedules.Stop) else [value]
-  _check_callable(name, *(getattr(x, "make", x) for x in of))
-  file = table.get(name)  # The file in `methods`, if it is being imported now.
-  adds = isinstance(file, str) and f"jaxrl_llm.methods.{file}" in sys.modules
-  if name in table and not adds and (key, name) not in _OWN:
+  _check_callable(name, *of)
+  if name in table and (key, name) not in _OWN:
     raise ValueError(f"config.{key}={name!r} already exists; use another name")
-  if not adds:
-    _OWN.add((key, name))
+  _OWN.add((key, name))
   table[name] = value
 
 
@@ -107,8 +103,7 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
 
   Raises:
     ValueError: The package has a part of this name. A user-defined part is
-      replaced instead. This applies to all functions of this module, except
-      that the inputs of `token_input` and `leaf` are never replaced.
+      replaced instead. This applies to all functions of this module.
   """
   _add(rewards.REWARDS, "reward.name", name, fn)
 
@@ -237,8 +232,8 @@ def estimator(name: str, fn: Callable[..., jax.Array], **inputs: str) -> None:
     **inputs: argument of `fn` -> name of its input, where the names differ.
   """
   _check_keywords(fn, "estimator", inputs=inputs)
-  make = choices.maker_of(fn, **inputs)
-  _add(choices.ESTIMATORS, "estimator.name", name, make)
+  make = core.registered(fn, **inputs)
+  _add(core.ESTIMATORS, "estimator.name", name, make)
 
 
 def loss(
@@ -253,7 +248,8 @@ def loss(
     **inputs: argument of `fn` -> name of its input, where the names differ.
   """
   _check_keywords(fn, "loss", inputs=inputs)
-  _add(choices.POLICY_LOSSES, "loss.name", name, choices.maker_of(fn, **inputs))
+  make = functools.partial(part, fn, **inputs)
+  _add(core.LOSSES, "loss.name", name, make)
 
 
 def mask(name: str, fn: Callable[..., jax.Array]) -> None:
@@ -271,47 +267,24 @@ def mask(name: str, fn: Callable[..., jax.Array]) -> None:
       " left"
     )
   _check_keywords(fn, "estimator")
-  _add(choices.OWN_MASKS, "loss.masks", name, fn)
+  _add(core.MASKS, "loss.masks", name, fn)
 
 
-def logits_processor(
-  name: str,
-  fn: Callable[..., Any],
-  *,
-  state: Callable[..., Any] | None = None,
-  initial: Any = None,
-) -> None:
-  """Registers a logits processor, selected by `sampler.processors`.
-
-  A stateless processor applies to everything that the engine samples. A
-  stateful one, whose state follows training, does not apply to evaluation.
+def method(name: str, fn: Callable[..., Algorithm]) -> None:
+  """Registers a method, selected by `method.use=NAME`.
 
   Args:
     name: new name.
-    fn: (distribution, context, state) -> distribution; a pure function of
-      arrays as in `sampling.processors`, with settings of config group
-      `sampler`.
-    state: inputs -> state for the next batch, a tree of arrays. None makes the
-      processor stateless, and `fn` gets None.
-    initial: state before the first batch.
+    fn: (algorithm, settings of the run) -> algorithm, usually
+      `algorithm.change(...)`. Settings of its own are keyword-only arguments
+      with defaults; `functools.partial` gives them other values.
   """
-  _check_callable(name, state or fn)
-  _check_keywords(fn, "sampler")
-
-  def make(sampler: choices.Settings) -> ProcessorSpec:
-    names = inspect.signature(fn).parameters
-    settings = {name: x for name, x in sampler.items() if name in names}
-    bound = functools.partial(fn, **settings)
-    with errors.as_input_error(
-      f"logits processor {name!r}",
-      "its arguments must be distribution, context and state, and settings of"
-      " config.sampler",
-      TypeError,
-    ):
-      inspect.signature(bound).bind("distribution", "context", "state")
-    return ProcessorSpec(bound, state and part(state), initial)
-
-  _add(choices.LOGITS_PROCESSORS, "sampler.processors", name, make)
+  _check_callable(name, fn)
+  if name in zoo.names():
+    raise ValueError(
+      f"config.method.use={name!r} already exists; use another name"
+    )
+  _add(core.METHODS, "method.use", name, fn)
 
 
 def token_input(name: str, fn: Callable[..., jax.Array]) -> None:
@@ -325,82 +298,10 @@ def token_input(name: str, fn: Callable[..., jax.Array]) -> None:
       reward, [B]) and `column_NAME` (a number from the data, [B]).
   """
   _check_keywords(fn, "loss", "estimator", defaults=True)
-  build_algorithm.add_token_input(name, fn)
-
-
-def leaf(
-  name: str,
-  fn: Callable[[providers.Scoring], np.ndarray],
-  *,
-  needs: Sequence[str] = (),
-) -> None:
-  """Registers an input that is computed from models or from the responses.
-
-  Args:
-    name: new name.
-    fn: (scoring of a batch) -> host array [B, T] or [B]; `providers.of_member`
-      makes one from a member.
-    needs: names that `fn` reads: members ('policy', 'critic' or one added by
-      `register.member`), 'reference', or inputs. A run has them only if its
-      method reads the input.
-  """
-  _check_callable(name, fn)
-  give = lambda scoring: {name: fn(scoring)}
-  build_algorithm.add_leaf(name, providers.Provider(tuple(needs), give))
-
-
-def member(
-  name: str, make: Callable[..., members.Member], *, reads: Sequence[str]
-) -> None:
-  """Registers a model that is trained alongside the policy, such as a probe.
-
-  Args:
-    name: new name, also of its state in the checkpoint.
-    make: (policy, algorithm, mesh) -> member, by `members.make_member`.
-    reads: names of the inputs that it is trained on.
-  """
-  if name in ("policy", "critic", *choices.COMPANIONS):
-    raise ValueError(f"member {name!r} already exists; use another name")
-  _add(choices.MEMBERS, "members", name, choices.OwnMember(make, tuple(reads)))
-
-
-def auxiliary(
-  name: str,
-  fn: Callable[..., jax.Array],
-  *,
-  mask: str = "policy_mask",
-  mode: str = "token-mean",
-  **inputs: str,
-) -> None:
-  """Registers an auxiliary loss, added by `loss.auxiliary={NAME: coefficient}`.
-
-  Args:
-    name: new name; the loss is logged as `policy/NAME_loss`.
-    fn: inputs -> per-token loss, with settings of config group `loss`; see
-      `Algorithm.policy_loss` for its inputs.
-    mask: name of the bool input [B, T] that selects the tokens of the loss.
-    mode: reduction over these tokens, a mode of `masked.MODES` without a norm.
-    **inputs: argument of `fn` -> name of its input, where the names differ.
-  """
-  if name in ("nll", "kl", "entropy", "balance"):  # Of a model with experts.
-    raise ValueError(f"policy/{name}_loss already exists; use another name")
-  errors.check_choice("mode", mode, masked.MODES.keys() - masked.NORM_MODES)
-  _check_keywords(fn, "loss", inputs=inputs)
-  made = choices.AuxiliaryLoss(choices.maker_of(fn, **inputs), mask, mode)
-  _add(choices.AUXILIARY, "loss.auxiliary", name, made)
-
-
-def metric(name: str, fn: Callable[..., Any], **inputs: str) -> None:
-  """Registers a metric of the batches of training, logged as `own/NAME`.
-
-  Args:
-    name: new name.
-    fn: inputs of the batch -> a number, as in `token_input`. `policy_mask` are
-      the tokens that are trained on. A method without an input is refused.
-    **inputs: argument of `fn` -> name of its input, where the names differ.
-  """
-  _check_keywords(fn, "loss", "estimator", inputs=inputs, defaults=True)
-  _add(choices.METRICS, "metrics", name, choices.maker_of(fn, **inputs))
+  taken = {*providers.OF_THE_BATCH, *providers.PROVIDERS, *OF_THE_UPDATE}
+  if name in taken | core.COMPUTED or name.startswith(providers.PREFIXES):
+    raise ValueError(f"an input {name!r} already exists; use another name")
+  _add(core.INPUTS, "token_input", name, fn)
 
 
 def optimizer(name: str, make: Callable[..., Any]) -> None:

@@ -22,6 +22,7 @@ from jaxrl_llm import checkpoint, metrics, models
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.rows import read_object
 from jaxrl_llm.errors import InputError, as_input_error, located
+from jaxrl_llm.learner import core
 from jaxrl_llm.models import hf
 
 CONFIG, CHANGES = "config.json", "config_changes.jsonl"
@@ -264,20 +265,24 @@ def load_critic(
   config = read_config(workdir)
   if not any((workdir / "checkpoints" / str(step)).glob("learner.critic.*")):
     raise InputError(f"{workdir}: has no critic; give a run with one")
-  for key in ("ensemble", "reads_logprobs"):
-    if config.value[key]:
+  critic = core.compose(config).critic
+  cannot = {
+    "is several models": critic.ensemble,
+    "has value.reads_logprobs": config.value.reads_logprobs,
+  }
+  for what, has in cannot.items():
+    if has:
       raise InputError(
-        f"{workdir}: its critic has value.{key}, which a model directory"
-        " cannot hold; choose a run without it"
+        f"{workdir}: its critic {what}, which a model directory cannot hold;"
+        " choose a run without it"
       )
   model = models.critic_config(config, hf.read_config(model_path(workdir)))
-  head = models.VALUE_HEADS[config.value.head](config.value)
-  shapes = _shapes_of(models.make_value(model, head=head))
+  shapes = _shapes_of(models.make_value(model, head=critic.head))
   shapes = models.partition(shapes, config.optimizer.value.frozen)
   params = restore_params(workdir, step, "critic", shapes)
   if model.adapters is not None:
     params = model.adapters.merge(params)
-  return models.make_value(model.base, head=head), params
+  return models.make_value(model.base, head=critic.head), params
 
 
 def _shapes_of(fns: models.ModelFns | models.ValueFns) -> Any:

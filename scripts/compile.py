@@ -56,7 +56,7 @@ from parts import dry_run, topology  # noqa: E402
 
 from jaxrl_llm import models, sharding  # noqa: E402
 from jaxrl_llm.errors import InputError  # noqa: E402
-from jaxrl_llm.learner import build_algorithm  # noqa: E402
+from jaxrl_llm.learner import core  # noqa: E402
 from jaxrl_llm.metrics.chips import Chip  # noqa: E402
 from jaxrl_llm.models import hf  # noqa: E402
 from jaxrl_llm.models.shapes import MODELS  # noqa: E402
@@ -91,12 +91,14 @@ class Programs:
     # With its version, in the key of cached results.
     self.compiler = f"{jax.__version__} {devices[0].client.platform_version}"
     both = meshes.make_meshes(config, devices)
-    fns = build.make_fns(config, model, both)
-    algorithm = build_algorithm.make_algorithm(config)
+    algorithm = core.make_algorithm(config)
+    fns = build.make_fns(config, model, both, algorithm.critic)
     self.learner = build.make_learner(config, algorithm, fns, "", both.trainer)
     words = types.SimpleNamespace(stop_tokens=[0], decode=None)
     words.single_tokens = lambda *_: []
-    engine = sampler.make_engine(config, fns[0], words, both.sampler)
+    engine = sampler.make_engine(
+      config, fns[0], words, both.sampler, algorithm.processors
+    )
     policy, critic = self.learner.policy, self.learner.critic
     whole = models.merge(policy.params)
     transfer = sampler.make_transfer(fns[0], whole, both)

@@ -21,7 +21,6 @@ from absl import flags, logging
 from ml_collections import config_flags
 from parts import command_line, program
 
-from jaxrl_llm import methods
 from jaxrl_llm.errors import InputError, as_input_error
 
 _DEFAULT = pathlib.Path(__file__).resolve().parents[1] / "configs" / "vapo.py"
@@ -53,7 +52,7 @@ _SEED = flags.DEFINE_integer("seed", None, "Sampling seed; default: run.seed.")
 _SEARCH = flags.DEFINE_enum(
   "search",
   None,
-  methods.FILES["search"]["search"].split(),
+  ["particles", "dora", "beam"],  # Of `rollout.search`, which imports JAX.
   "Test-time search with the run's critic; implies --critic.",
 )
 _CRITIC = flags.DEFINE_bool(

@@ -73,7 +73,9 @@ class TestCommandLine:
     assert_refused(arguments, *parts)
 
   @pytest.mark.parametrize("more", [[], ["--dry_run"]])
-  @pytest.mark.parametrize("given", ["value.lora_rank=8", "value.bins=9"])
+  @pytest.mark.parametrize(
+    "given", ["value.lora_rank=8", "value.pretrain_min_delta=0.5"]
+  )
   def test_a_critic_that_the_method_does_not_have(self, given, more, tmp_path):
     key, value = given.split("=")
     flags = ["--config=grpo", f"--config.{given}", f"--workdir={tmp_path}/run"]
@@ -267,9 +269,9 @@ class TestSettings:
     assert code == 0, errors
     for path in config_lib.KEYS:
       assert f"\n{path} = " in f"\n{shown}"
-    assert "one of 'clip', 'cispo', 'clip_off_policy_mask'" in " ".join(
-      shown.split()
-    )
+    text = " ".join(shown.split())
+    assert "loss.name = 'clip'; one of 'clip' " in text
+    assert "method.use = (); one of 'a_3po', 'adhint', " in text
 
   @pytest.mark.parametrize("preset", presets.SCALES)
   def test_presets_are_valid_and_leave_the_method_alone(self, preset):

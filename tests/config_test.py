@@ -101,8 +101,16 @@ class TestPaths:
       ),
       # A folder without a model may have the name of something else.
       "data.order_settings": ({"oracle": "mnist"}, {"oracle": "mnist"}),
-      "schedule.replay_from": (("later",), (here("later"),)),
-      "schedule.share_in": ("shared", here("shared")),
+      "method.distill.teachers": (
+        "model,teachers/one",
+        here("model", "teachers/one"),
+      ),
+      "method.sapo.replay_from": (("later",), (here("later"),)),
+      "method.sapo.share_in": ("shared", here("shared")),
+      "method.use": (
+        ("gspo", "score.py:mine"),
+        ("gspo", f"{here('score.py')}:mine"),
+      ),
       "run.plugins": (("score.py",), (here("score.py"),)),
     }
     config = config_lib.default_config()

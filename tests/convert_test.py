@@ -495,7 +495,7 @@ class TestRefusals:
     assert "has files; choose another directory" in refused(*flags)
 
   def test_what_follows_the_weights(self, model, exported, tmp_path):
-    run, settings = tmp_path / "ewma", {"off_policy__proximal": "ewma"}
+    run, settings = tmp_path / "ewma", {"method__use": ("ppo_ewma",)}
     loop.train(make_run(model, run__steps=0, **settings), run)
     line = refused_take(run, exported / "dcp")
     assert "has learner.ema, which depends on the policy" in line

@@ -2,7 +2,7 @@
 
 import types
 
-from helpers import tiny_run
+from helpers import tempered, tiny_run
 from parts import dry_run
 
 from jaxrl_llm.sampling import EngineConfig
@@ -32,7 +32,7 @@ def test_every_phase_is_compiled_and_accounted_for(model, capsys):
 
 
 def test_the_sampler_is_lowered_with_the_states_of_its_processors(model):
-  run, given = tiny_run.make_run(model, sampler__entropy_tau=0.5), {}
+  run, given = tiny_run.make_run(model, method__use=(tempered.METHOD,)), {}
   engine = types.SimpleNamespace(
     config=EngineConfig(32, 1, 1, stop_tokens=()),
     lower=lambda shapes, **how: given.update(how) or {},

@@ -13,7 +13,7 @@ from helpers import configs
 from jax.experimental import topologies
 
 from jaxrl_llm import sharding
-from jaxrl_llm.learner import build_algorithm
+from jaxrl_llm.learner import core
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.learner.members import make_member, policy_training
@@ -66,7 +66,7 @@ def sampler(fns, shapes, mesh, **sizes):
 
 
 def learner(config, fns, mesh):
-  algorithm = build_algorithm.make_algorithm(config)
+  algorithm = core.make_algorithm(config)
   settings = build.update_settings(config, "policy")
   training = policy_training(fns, algorithm)
   return Learner(

@@ -221,7 +221,7 @@ class TestStudies:
       "--config.data.prompts_per_step=28",
       "--config.data.group_size=4",
       "--config.optimizer.policy.mini_batch=0",
-      "--config.data.order_settings={'signal': 'hard'}",
+      "--config.method.dars.signal=hard",
       "--config.run.seed=3",
       "--x",
     ]

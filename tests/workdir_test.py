@@ -5,9 +5,10 @@ import json
 import shutil
 
 import pytest
-from helpers import tiny_run
+from helpers import registries, tiny_run
 
 from jaxrl_llm import config as config_lib
+from jaxrl_llm import register
 from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.config import presets
@@ -17,8 +18,10 @@ from jaxrl_llm.trainer.workdir import Workdir
 SWITCHES = {
   "schedule.window": 3,
   "schedule.replay": 0.5,
-  "schedule.share_in": "shared",
-  "sampler.entropy_tau": 0.1,
+  "method.distill.teachers": "model",
+  "method.sapo.share_in": "shared",
+  "method.sapo.replay_from": ("shared",),
+  "method.sgpo.profile": "model",
   "loss.kl_coefficient": 0.2,
   "loss.kl_reward_coefficient": 0.3,
 }
@@ -51,6 +54,8 @@ def other(value):
     return not value
   if isinstance(value, dict):
     return {**value, "x": 1}
+  if value is None:
+    return 0.5
   if isinstance(value, list):
     return [*value, "x"]
   return value + ("x" if isinstance(value, str) else 1)
@@ -120,13 +125,21 @@ class TestRefused:
     assert {*keys_that(config_lib.FIXED), *SWITCHES, *ALLOWED} <= known
 
   def test_a_fixed_setting(self, start):
+    with registries.registered():
+      register.loss("other", lambda logprobs, advantages: None)
+      self.check_fixed(start)
+
+  def check_fixed(self, start):
+    # These are read to compare the rest.
+    others = {"data.source": "sums", "estimator.name": "group"}
+    others |= {"loss.name": "other", "method.use": ["gspo"]}
     folder, fixed = start(make()), keys_that(config_lib.FIXED)
     assert {"run.seed", "model.path", "data.path", "estimator.name"} < {*fixed}
     for key in fixed:
       old = config_lib.get(make(), key)
       old = old.to_dict() if hasattr(old, "to_dict") else old
       old = list(old) if isinstance(old, tuple) else old  # As in JSON.
-      new = "sums" if key == "data.source" else other(old)
+      new = others.get(key) or other(old)
       text = refusal(folder, changed({key: new}))
       assert f"config.{key}: {old!r} -> {new!r}" in text
 
@@ -140,10 +153,10 @@ class TestRefused:
     assert "config.model.path" in refusal(folder, config)
 
   def test_all_of_them_are_named_in_one_line(self, start):
-    changes = {"run.seed": 1, "loss.name": "gspo", "run.steps": 9}
+    changes = {"run.seed": 1, "method.use": ("gspo",), "run.steps": 9}
     text = refusal(start(make()), changed(changes))
     assert "config.run.seed: 0 -> 1; " in text
-    assert "config.loss.name: 'clip' -> 'gspo'" in text
+    assert "config.method.use: [] -> ['gspo']" in text
     assert "run.steps" not in text
 
   @pytest.mark.parametrize("key", SWITCHES)
@@ -151,6 +164,8 @@ class TestRefused:
     off, on = config_lib.get(make(), key), SWITCHES[key]
     folder = start(make())
     text = refusal(folder, changed({key: on}))
+    listed = lambda x: list(x) if isinstance(x, tuple) else x  # As in JSON.
+    off, on = listed(off), listed(on)
     assert f"config.{key}: {off!r} -> {on!r}" in text
     unsave(folder)
     start(changed({key: on}))

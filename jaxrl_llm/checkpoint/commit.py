@@ -20,7 +20,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.system import files
 
 FILE = "COMMIT"
-FORMAT = 6  # Format version; no other one is read.
+FORMAT = 7  # Format version; no other one is read.
 
 
 class DamagedError(InputError):

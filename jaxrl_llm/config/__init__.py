@@ -16,17 +16,18 @@ import pathlib
 import re
 import runpy
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-# Importing keys and training_keys registers their settings, in this order.
+# Importing keys, training_keys and zoo registers their settings, in this order.
 from jaxrl_llm.config import (
   hints,
   keys as keys,
   presets,
   training_keys as training_keys,
+  zoo as zoo,
 )
 from jaxrl_llm.config.schema import (
   FIXED as FIXED,
@@ -35,9 +36,12 @@ from jaxrl_llm.config.schema import (
   KEPT as KEPT,
   KEYS as KEYS,
   NEW_PATH as NEW_PATH,
+  PATH as PATH,
   SWITCH as SWITCH,
+  NewPath as NewPath,
+  Path as Path,
 )
-from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.errors import InputError, as_input_error, refuse
 from jaxrl_llm.system import plugin
 
 
@@ -204,6 +208,24 @@ def get(config: Any, key: str):
   return config
 
 
+def exclude(config: Any, keys: Iterable[str], advice: str) -> None:
+  """Refuses settings that do not have their default values.
+
+  Args:
+    config: settings of a run.
+    keys: dotted keys.
+    advice: the reason; {key} and {value} are the key and its default.
+
+  Raises:
+    InputError: One line with the settings and their values.
+  """
+  for key in keys:
+    value = KEYS[key].default
+    wrong = get(config, key) != value
+    text = advice.format(key=key, value=value)
+    refuse(config, wrong, key, text)
+
+
 def with_absolute_paths(config: Any) -> Any:
   """Returns a copy of a config whose paths are absolute, also in mappings.
 
@@ -226,6 +248,9 @@ def _absolute(value: Any, new: bool) -> Any:
     return type(value)(_absolute(one, new) for one in value)
   if not isinstance(value, str):
     return value
+  if ".py:" in value:  # A function of a file.
+    file, _, name = value.rpartition(":")
+    return f"{_absolute(file, new)}:{name}"
   texts = [value] if os.path.exists(value) else value.split(",")
   return ",".join(
     os.path.abspath(x) if x and (new or _exists(x)) else x for x in texts
@@ -267,16 +292,15 @@ def mini_batch(config: Any, role: str) -> int:
   return settings.mini_batch or batch_size(config) // settings.updates_per_step
 
 
-def max_tokens_per_row(config: Any) -> int:
-  """Returns the tokens per packed row, at least the longest sample."""
+def max_tokens_per_row(config: Any, more: int = 0) -> int:
+  """Returns the tokens per packed row, at least the longest sample.
+
+  Args:
+    config: settings of a run.
+    more: tokens that the critic's view adds to a prompt.
+  """
   longest = config.data.max_prompt_length + config.sampler.max_response_length
-  longest += answer_tokens(config)
-  return max(config.optimizer.max_tokens_per_row, longest)
-
-
-def answer_tokens(config: Any) -> int:
-  """Returns the maximum tokens that the critic reads before a prompt."""
-  return config.value.answer_tokens if config.value.answer_format else 0
+  return max(config.optimizer.max_tokens_per_row, longest + more)
 
 
 def most_staleness(config: Any) -> int:

@@ -3,6 +3,7 @@
 import difflib
 import pathlib
 
+from jaxrl_llm.config import moved
 from jaxrl_llm.config.schema import KEYS
 
 _ALL = "see --help_config or docs/config.md"
@@ -21,6 +22,8 @@ def hint(key: str) -> str:
   Args:
     key: a dotted key, or its last part.
   """
+  if text := moved.of_key(key):
+    return text
   parent, _, name = key.rpartition(".")
   if parent.endswith("settings"):
     return f"give all settings, --config.{parent}=\"{{'NAME': VALUE}}\""

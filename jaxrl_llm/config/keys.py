@@ -12,7 +12,6 @@ from jaxrl_llm.config.schema import (
   HELD_OUT,
   IN_FLIGHT,
   KEPT,
-  NEW_PATH,
   NUMBER,
   PATH,
   SOME,
@@ -96,24 +95,6 @@ class Value(Group, path="value"):
     "Gives the critic the log-prob of each sampled token as an input, which"
     " helps it to recognise slips. The papers' critics do not read log-probs.",
     FIXED)
-  head = Key("scalar", Names("models.heads:VALUE_HEADS"),
-    "Head and loss of the critic: 'scalar' regresses a number, 'categorical'"
-    " predicts a distribution over bins (HL-Gauss).", FIXED)
-  low = Key(-2.0, _REWARD, "Lower edge of the bins of 'categorical'.", FIXED)
-  high = Key(2.0, _REWARD, "Upper edge of the bins of 'categorical'. Returns"
-    " should lie several bins inside the edges.", FIXED)
-  bins = Key(51, Range(2, 4096), "Number of bins of 'categorical'.", FIXED)
-  sigma = Key(0.75, Range(0.0, open=True), "Width of the targets of"
-    " 'categorical', as a standard deviation in bins.")
-  ensemble = Key("", Names("learner.choices:ENSEMBLES", ""),
-    "Ensemble of critics: 'halves' has two, each trained on half of the"
-    " prompts, and V is their mean (AsyPPO). '' is a single critic.", FIXED)
-  answer_format = Key("", None, "Text with {answer} that the critic reads"
-    " before the prompt, such as '#{answer}.': a privileged critic, which adds"
-    " no bias. The policy never reads it. '' disables it.", FIXED)
-  answer_tokens = Key(32, SOME,
-    "Maximum number of tokens of value.answer_format; longer texts are cut.",
-    FIXED)
   reward_model_steps = Key(0, COUNT,
     "Iterations before value pretraining that train the critic as a reward"
     " model, on last tokens only. The papers start from a reward model.")
@@ -158,11 +139,9 @@ class Data(Group, path="data"):
     " set; 0 evaluates on training data.", HELD_OUT)
   order = Key("shuffled", Names("data.prompt_source:PROMPT_SOURCES"),
     "Order of the prompts: 'shuffled' draws every example once per epoch, in a"
-    " new order each time; 'demonstrations' (SFT) does the same and takes the"
-    " responses from the data.", FIXED)
+    " new order each time; or a registered prompt source.", FIXED)
   order_settings = Key({}, None,
-    "Keyword arguments of the prompt source, such as explore of 'dps'; see the"
-    " docstring of the method's file.", FIXED, PATH)
+    "Keyword arguments of a registered prompt source.", FIXED, PATH)
   template = Key("completion", Names("data.prompt_source:TEMPLATES"),
     "Template that turns a question into a prompt: the bare text, worked"
     " examples first ('few_shot'), or the model's chat template.", FIXED)
@@ -176,7 +155,7 @@ class Data(Group, path="data"):
   max_prompt_length = Key(16, SOME,
     "Maximum length of a prompt in tokens; see data.on_long.", FIXED)
   on_long = Key("error", Choice(("error", "drop")),
-    "Treatment of prompts over data.max_prompt_length, and of demonstrations"
+    "Treatment of prompts over data.max_prompt_length, and of given responses"
     " over sampler.max_response_length: 'error' refuses the data at the start,"
     " 'drop' skips them.")
 
@@ -243,7 +222,7 @@ class Environment(Group, path="environment"):
     " sampler.stop=('=',)), 'guessing_game' is a game, 'tools' runs the calls"
     " of a chat model. '' means single-turn responses.", FIXED)
   settings = Key({}, None, "Keyword arguments of the environment.", FIXED, PATH)
-  rewards = Key("end", Names("learner.choices:TOKEN_REWARDS"),
+  rewards = Key("end", Choice(("end", "turns")),
     "Token that receives the environment's rewards: the last of the response"
     " ('end') or of each turn ('turns').", FIXED)
   max_turns = Key(16, SOME,
@@ -277,12 +256,6 @@ class Sampler(Group, path="sampler"):
     "Maximum number of response tokens, including observations.", FIXED)
   temperature = Key(1.0, Range(1e-3, 100.0),
     "Sampling temperature, which divides the logits.")
-  entropy_tau = Key(0.0, Range(0.0, 0.999),
-    "HAPO: scales each token's temperature by 1 + entropy_tau * h, where h in"
-    " [-1, 1] is the entropy code of the token. 0 disables it.", SWITCH)
-  processors = Key((), Names("learner.choices:LOGITS_PROCESSORS"),
-    "Registered logits processors. If they change the distribution of training"
-    " samples, the run needs an off-policy correction.", FIXED)
   stop = Key((), None,
     "Additional stop strings, each a single token, such as ('\\n',).")
   drafter = Key("", Names("trainer.sampler:DRAFTERS"),
@@ -328,13 +301,6 @@ class Schedule(Group, path="schedule"):
   window = Key(0, COUNT,
     "Maximum number of new tokens per response and step (T-PPO). Unfinished"
     " responses continue in the next step; 0 sets no limit.", SWITCH)
-  prune = Key("", Names("learner.choices:PRUNINGS"), "Rule that drops"
-    " unfinished responses early: 'arrol' uses a probe on hidden states of the"
-    " policy. '' drops none.", FIXED)
-  prune_at = Key(16, SOME,
-    "New tokens of a response after which schedule.prune decides.")
-  prune_keep = Key(0.5, Range(0.0, 1.0, open=True),
-    "Fraction of a group's unfinished responses that continue.")
   over_provision = Key(1.0, Range(1.0, 16.0),
     "Groups in flight as a multiple of data.prompts_per_step: at any time with"
     " 'first_groups', per round with dynamic sampling.", IN_FLIGHT)
@@ -351,22 +317,11 @@ class Schedule(Group, path="schedule"):
     "Fraction of a batch's groups that are drawn from a replay store of earlier"
     " steps; off_policy.correction corrects for their older weights.", SWITCH)
   replay_capacity = Key(512, SOME,
-    "Capacity of the replay store in groups, or in responses with"
-    " replay_for='unsolved'; the oldest are evicted first.")
-  replay_keep = Key("mixed", Names("data.replay:KEEP"), "Groups to store with"
-    " replay_for='any': groups with correct and incorrect responses ('mixed'),"
-    " such groups of other policies only ('foreign'), or 'all'.")
-  replay_for = Key("any", Names("data.replay:REPLAYS"), "Use of the replay"
-    " store: 'any' draws stored groups instead of new ones; 'unsolved' (DART)"
-    " stores correct responses and adds one to each group without any, to at"
-    " most the fraction schedule.replay of the groups.", FIXED)
-  replay_from = Key((), None, "Sources of other policies' responses for the"
-    " replay store, read as they appear: JSONL files of generate.py with"
-    " questions of the training data, and schedule.share_in of other runs.",
-    path=NEW_PATH)
-  share_in = Key("", None, "Folder to which only this run writes: its judged"
-    " responses, for schedule.replay_from of other runs, and a record of the"
-    " files that it has read. '' neither shares nor reads.", SWITCH, NEW_PATH)
+    "Capacity of the replay store in groups, or in the responses that the"
+    " method stores; the oldest are evicted first.")
+  replay_keep = Key("mixed", Names("data.replay:KEEP"), "Groups to store:"
+    " those with correct and incorrect responses ('mixed'), such groups of"
+    " other policies only ('foreign'), or 'all'.")
   streaming = Key(False, None, "Accumulates the gradients of each group as it"
     " completes and updates after the last one (periodic asynchrony). Needs"
     " lag=0, one mini-batch and a method without statistics of the whole"

@@ -74,6 +74,10 @@ PATH = "path"  # Texts that name nothing that exists are names, such as gsm8k.
 NEW_PATH = "new path"  # Files that may appear later.
 
 
+Path = str  # Annotations of arguments of methods that hold such paths.
+NewPath = str
+
+
 class Key(NamedTuple):
   """A setting of the table."""
 

@@ -3,7 +3,6 @@
 from jaxrl_llm.config.schema import (
   BELOW_1,
   COUNT,
-  DTYPE_OR_NONE,
   DTYPES,
   FIXED,
   HELD_OUT,
@@ -24,18 +23,14 @@ from jaxrl_llm.config.schema import (
 class Estimator(Group, path="estimator"):
   """Advantages and value targets."""
 
-  name = Key("gae", Names("learner.choices:ESTIMATORS"),
+  name = Key("gae", Names("learner.core:ESTIMATORS"),
     "Advantage estimator: 'gae' uses a critic (EGAE for unfinished responses),"
-    " 'turn_gae' does so turn by turn, 'evpo' only while the critic explains"
-    " the returns; 'group' compares the responses to a prompt, 'token_group' is"
-    " HAPO's, 'maxrl' divides by the group's mean, 'gdpo' normalises each part"
-    " of a reward, 'reward_to_go' is REINFORCE++'s, 'optimal_baseline' VCPO's,"
-    " 'given' is 1 (SFT), 'distillation' uses a teacher's log-probs.", FIXED)
+    " 'group' compares the responses to a prompt. method.use changes them.",
+    FIXED)
   gamma = Key(1.0, SHARE, "Discount per token.")
-  lambda_schedule = Key("constant", Names("learner.choices:LAMBDA_RULES"),
+  lambda_schedule = Key("constant", Choice(("constant", "length_adaptive")),
     "The policy's lambda: 'constant' is lambda_policy, 'length_adaptive' is"
-    " max(0, 1 - 1/(alpha * length)), where length counts generated tokens,"
-    " 'segments' (SAE) is lambda_policy at unlikely tokens and 1 elsewhere.")
+    " max(0, 1 - 1/(alpha * length)), where length counts generated tokens.")
   alpha = Key(0.05, Range(1e-6), "Coefficient of 'length_adaptive'. VAPO's 0.05"
     " suits thousands of tokens; raise it for shorter responses.")
   lambda_policy = Key(0.95, SHARE,
@@ -48,39 +43,28 @@ class Estimator(Group, path="estimator"):
   tail_drop = Key(0, COUNT, "Number of tokens before a window's cut that are"
     " not trained on in that window.")
   center = Key("mean", Names("estimators.group:CENTERS", "none"),
-    "Baseline that 'group' subtracts. 'reward_to_go' subtracts the same group"
-    " baseline from every token, and nothing with 'none'.")
+    "Baseline that 'group' subtracts; 'none' is for methods that can do"
+    " without.")
   scale = Key("std", Names("estimators.group:SCALES"),
     "Divisor of 'group': a measure of spread of the rewards of a group.")
   epsilon = Key(1e-6, NUMBER, "Added to the divisor of estimator.scale.")
-  gradient_norms = Key("length", Choice(("length", "exact")), "Squared gradient"
-    " norm of a response for 'optimal_baseline': its number of generated tokens"
-    " ('length'), or 'exact', by one backward pass per response.")
-  agree_share = Key(0.0, BELOW_1, "Fraction of a batch's tokens to leave out of"
-    " the policy loss: those where the critics of value.ensemble agree most"
-    " (AsyPPO).")
-  drop_pivot = Key(False, None,
-    "Leaves each group's median response out of the policy loss (MC-GRPO).")
-  normalize = Key("none", Names("learner.choices:NORMALIZATIONS"),
+  normalize = Key("none", Choice(("none", "whiten", "scale")),
     "Normalizes the advantages of a batch: 'whiten' to mean 0 and std 1,"
     " 'scale' to std 1 only.")
   settings = Key({}, None, "Keyword arguments of a registered estimator, mask"
-    " or input; {'teachers': DIR} for 'distillation', {'parts': {NAME: WEIGHT}}"
-    " for 'gdpo', {'segment_probability': 0.2} for 'segments'.", path=PATH)
+    " or input.", path=PATH)
 
 
 class Loss(Group, path="loss"):
   """Policy and value losses."""
 
-  name = Key("clip", Names("learner.choices:POLICY_LOSSES"),
-    "Policy loss: 'clip' is PPO's, 'sapo_gate' a soft clip, 'likelihood' SFT's."
-    " 'dis' (SAO), 'dppo_tv', 'dppo_kl' and 'kpop' reject single tokens"
-    " that are far from the sampler, 'clip_off_policy_mask' (DeepSeek-V3.2)"
-    " rejects responses; use these with off_policy.proximal='stored'.", FIXED)
+  name = Key("clip", Names("learner.core:LOSSES"),
+    "Policy loss: 'clip' is PPO's, or a registered one. method.use replaces"
+    " it.", FIXED)
   clip_low = Key(0.2, SHARE, "Clips the probability ratio from below at"
-    " 1 - clip_low; 'dis' rejects such tokens. 1 disables it.")
-  clip_high = Key(0.2, NUMBER, "Clips the probability ratio from above at"
-    " 1 + clip_high; 'dis' rejects such tokens.")
+    " 1 - clip_low. 1 disables it.")
+  clip_high = Key(0.2, NUMBER,
+    "Clips the probability ratio from above at 1 + clip_high.")
   dual_clip = Key(None, Range(1.0, open=True),
     "Upper bound of the ratio for negative advantages; None disables it.")
   clip_value = Key(None, Range(0.0, open=True),
@@ -93,62 +77,35 @@ class Loss(Group, path="loss"):
     "Coefficient of the language-model loss on correct responses (VAPO's mu).")
   kl_coefficient = Key(0.0, NUMBER,
     "Coefficient of the KL loss to the initial policy.", SWITCH)
-  kl = Key("k3", Names("learner.choices:KL_ESTIMATES"),
+  kl = Key("k3", Names("learner.core:KL_ESTIMATES"),
     "Estimator of the KL loss. 'k1+' and 'k3+' have the gradient of 'k2'; that"
-    " of 'k1' is 0 on average, so it is refused here;"
-    " 'unbiased' (DeepSeek-V3.2) is k3 times the ratio to the sampler.")
+    " of 'k1' is 0 on average, so it is refused here.")
   kl_reward_coefficient = Key(0.0, NUMBER,
     "Coefficient of the KL penalty ('k1') in the token rewards.", SWITCH)
   entropy_coefficient = Key(0.0, NUMBER, "Coefficient of the entropy bonus.")
   overlong_filter = Key(False, None,
     "Leaves responses cut at the length limit out of the policy loss.")
-  max_distance = Key(0.0, NUMBER, "Distance from the policy, summed over"
-    " tokens, above which tokens with negative advantages are masked in a"
-    " response of another policy (F-TIS). 0 disables it.")
-  masks = Key((), Names("learner.choices:OWN_MASKS"),
+  masks = Key((), Names("learner.core:MASKS"),
     "Registered masks that leave further tokens out of the policy loss.")
-  auxiliary = Key({}, None, "Coefficients of registered auxiliary losses, by"
-    " name.")
-  settings = Key({}, None, "Keyword arguments of a registered loss, auxiliary"
-    " loss or input; delta for 'dppo_tv' (0.2), 'dppo_kl', 'kpop' (0.05) and"
-    " 'clip_off_policy_mask' (0.5), cap for 'dppo_tv' and 'dppo_kl' (20),"
-    " tau_pos and tau_neg for 'sapo_gate' (1 and 1.05).", path=PATH)
-  hapo_sign = Key("intended", Names("estimators.entropy:SIGNS"),
-    "Sign of HAPO's entropy code at low entropy: 'intended' as in the paper,"
-    " 'released' as in the authors' code.")
+  settings = Key({}, None, "Keyword arguments of a registered loss or input.",
+    path=PATH)
 
 
 class OffPolicy(Group, path="off_policy"):
   """Correction for tokens sampled from other weights."""
 
-  proximal = Key("recompute", Names("learner.choices:PROXIMALS"),
+  proximal = Key("recompute", Choice(("recompute", "stored")),
     "Policy in the denominator of the ratio: the one at the start of the update"
-    " ('recompute'), the sampler ('stored'), a mixture (A-3PO, 'interpolate')"
-    " or a moving average (PPO-EWMA, 'ewma'). 'none' is for losses without a"
-    " ratio.", FIXED)
-  ewma_decay = Key(0.889, BELOW_1,
-    "Decay of 'ewma'; the center of mass is 1 / (1 - decay) - 1 updates.")
-  correction = Key("auto", Names("learner.choices:CORRECTIONS", "auto"),
+    " ('recompute') or the sampler ('stored').", FIXED)
+  correction = Key("auto", Choice(("auto", "none", "truncate", "mask")),
     "Bounds of the weight proximal/behavior: 'truncate' (TIS) or 'mask'"
     " (IcePop, MIS). 'auto' truncates if tokens may be stale ('first_groups', a"
-    " lag, replay) and proximal is not 'stored', or with 'ewma', and is 'none'"
-    " otherwise.")
+    " lag, replay) and proximal is not 'stored', and is 'none' otherwise.")
   level = Key("token", Names("losses.offpolicy:LEVELS"),
     "Level of the weight: per token, sequence, or its geometric mean.")
   high = Key(None, Range(1.0),
-    "Upper bound of the weight. None is 2, or 100 with 'ewma'.")
+    "Upper bound of the weight. None is 2, or that of the method.")
   low = Key(0.0, SHARE, "Lower bound of the weight.")
-  keep_weights = Key("", DTYPE_OR_NONE,
-    "Keeps the weights of all versions in a batch in this data type; '' keeps"
-    " none. The correction is then writer/behavior (numerical mismatch) times"
-    " proximal/writer (staleness), each with its own bound. Costs memory and a"
-    " scoring pass per version.", FIXED)
-  mismatch_high = Key(2.0, Range(1.0), "Upper bound of writer/behavior with"
-    " keep_weights; off_policy.high then bounds proximal/writer.")
-  ess_scale = Key(False, None,
-    "Scales steps by sqrt(effective sample ratio / ess_reference) (VCPO).")
-  ess_reference = Key(1.0, Range(1e-6, 1.0),
-    "Reference effective sample ratio (1 is on-policy).")
 
 
 class Optimizer(Group, path="optimizer.policy"):

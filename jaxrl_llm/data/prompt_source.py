@@ -14,7 +14,6 @@ from jaxrl_llm.data.sources import MOST_READ, Source
 from jaxrl_llm.data.tasks import Example, Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, as_input_error
-from jaxrl_llm.system.plugin import Table
 from jaxrl_llm.types import Responses
 
 MOST_SOURCES = 50  # Maximum number of data sources with separate metrics.
@@ -436,4 +435,4 @@ class PromptSource:
 
 
 # Name -> prompt source; see `register.prompt_source`.
-PROMPT_SOURCES = Table("prompt_source", shuffled=PromptSource)
+PROMPT_SOURCES: dict[str, Any] = {"shuffled": PromptSource}

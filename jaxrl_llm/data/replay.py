@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.system.plugin import Table
 from jaxrl_llm.types import Responses, is_foreign, join_rows, mixed, take_rows
 
 # Name -> rows of a batch whose groups are stored, bool [B].
@@ -33,7 +32,7 @@ class Replay:
     capacity: maximum number of stored groups; the oldest ones are evicted.
     keep: which groups are stored, a key of `KEEP`.
     seed: seed of the draws.
-    feed: exchanges responses with other policies, made by one of `FEEDS`.
+    feed: exchanges responses with other policies, see `methods.sapo.Swarm`.
   """
 
   groups: int
@@ -81,11 +80,3 @@ class Replay:
       batch: judged responses of complete groups.
     """
     del store, batch
-
-
-# Name -> replay class; determines which groups of a batch are replayed.
-REPLAYS = Table("replay", any=Replay)
-
-# Setting that switches the feed on -> (config group schedule) -> object that
-# exchanges responses with other policies, see `methods.sapo.Swarm`.
-FEEDS = Table("feed")

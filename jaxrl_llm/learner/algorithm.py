@@ -1,17 +1,24 @@
-"""An algorithm: the mathematical choices of a method, as parts.
+"""An algorithm as a value: everything that a method decides about a run.
 
-Methods differ in which functions they use, never by a flag inside a function. A
-part that is switched off is absent: it costs nothing and the result is bitwise
-the same. `build_algorithm` makes algorithms from settings.
+`core` makes the algorithms of the settings; a method of `methods/` is a
+function that changes one. Nothing is decided by a flag inside a function: a
+part that is off is absent, costs nothing, and the result is bitwise the same.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm import losses
-from jaxrl_llm.learner.parts import Auxiliary, Part, leaves_of
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import estimates
+from jaxrl_llm.learner.parts import Auxiliary, Part, leaves_of, part, then
+from jaxrl_llm.models import ValueFns, ValueHead
+from jaxrl_llm.types import Pruning
+
+Settings = Any  # Settings of a run: a config.
 
 
 class ProcessorSpec(NamedTuple):
@@ -20,55 +27,201 @@ class ProcessorSpec(NamedTuple):
   # (distribution, context, state) -> distribution; see `sampling.processors`.
   fn: Callable[[Any, Any, Any], Any]
   # Inputs and scores of a batch -> state for the next batch, a tree of arrays;
-  # None: stateless.
+  # None: stateless, for everything that the engine samples.
   state: Part | None = None
   initial: Any = None  # State before the first batch.
 
 
+class Provider(NamedTuple):
+  """A function that computes inputs by scoring with models."""
+
+  # Names of members, companions and inputs, or 'reference' (of a KL).
+  needs: tuple[str, ...]
+  # (`providers.Scoring` of a batch) -> inputs by name, each [B, ...].
+  give: Callable[[Any], dict[str, Any]]
+
+
+class MemberSpec(NamedTuple):
+  """A trained model other than policy and critic, such as a probe."""
+
+  make: Callable[..., Any]  # (policy, algorithm, mesh) -> `members.Member`.
+  reads: tuple[str, ...]  # Inputs that it is trained on.
+
+
+class Ensemble(NamedTuple):
+  """A critic made of several models."""
+
+  fns: Callable[[ValueFns], ValueFns]  # (one critic) -> the ensemble.
+  loss: Callable[[Part], Part]  # (loss of one critic) -> loss of the ensemble.
+
+
+class View(NamedTuple):
+  """Different samples for the critic than for the policy."""
+
+  # (row of the data -> its answer, tokenizer, samples) -> samples.
+  fn: Callable[..., Any]
+  tokens: int  # Maximum number of tokens that it adds to a prompt.
+
+
 @dataclasses.dataclass(frozen=True)
-class Algorithm:
-  """The parts of an update.
+class Critic:
+  """Targets and loss of a value model.
 
   Attributes:
-    parts: name of an input -> the part that computes it, see `estimates`.
+    returns: targets [B, T].
+    loss: returns a `losses.ClippedValueLoss`. It reads the outputs of the
+      current critic's head, such as `values`.
+    mask: bool [B, T], tokens that the critic is trained on.
+    head: output head of the model.
+    ensemble: makes several critics of one.
+    view: samples as the critic reads them.
+  """
+
+  returns: Part
+  loss: Part
+  mask: Part = part(estimates.value_mask)
+  head: ValueHead = ValueHead()
+  ensemble: Ensemble | None = None
+  view: View | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+  """What a run computes from a batch of judged responses, and what it draws.
+
+  A part is a function of arrays that reads the inputs which its arguments name.
+
+  Attributes:
+    advantages: part -> advantages [B, T].
     policy_loss: returns a `losses.ClippedPolicyLoss` of per-token arrays. It
       reads `logprobs` and `entropy` of the current policy, `mask` and
       `segments` of the packed rows, and any input of the batch.
+    providers: name of an input -> how models compute it.
+    critic: targets and loss of a value model; None: there is no critic.
+    proximal: input that the ratio is taken against; '' takes no ratio.
+    inputs: name -> part, further inputs.
+    masks: parts (mask, inputs) -> mask, which leave tokens out of the policy
+      loss, in order.
+    after: parts (advantages, inputs) -> advantages, such as whitening.
     auxiliary: name -> additional loss of the policy.
-    value_loss: returns a `losses.ClippedValueLoss`. It reads the outputs of the
-      current critic's head, such as `values`. None: there is no critic.
     corrections: name -> part that returns a `losses.Correction`. Each one
       multiplies the weights of a mini-batch.
     step_scale: returns a scalar factor of a mini-batch's update; None is 1.
-    processors: stateful logits processors of the sampler by name.
-    loss_mode: mode of `masked.token_weights` for the policy loss.
-    loss_norm: constant length of the mode; None for modes without one.
-    members: name of a model other than policy and critic -> inputs that it is
-      trained on.
-    rollout_reads: inputs, provided by models, that are read during generation.
-    metrics: name of a user's metric -> scalar of a batch.
+    mode: reduction of the policy loss, see `masked.token_weights`.
+    norm: constant length of the mode; None for modes without one.
+    metrics: name of a metric -> scalar of a batch, logged as `own/NAME`.
+    lowest_reward: smallest reward of which advantages are meaningful.
+    whole_batch: whether a part compares tokens of different groups, which
+      gradients accumulated group by group cannot do.
+    processors: logits processors of the sampler by name.
+    members: further trained models by name.
+    companions: name of weights that follow the policy's -> (policy, mesh) ->
+      `members.Companion`.
+    frozen: name of a model that only scores -> its directory.
+    prompts: makes the `PromptSource`; None is that of `data.order`.
+    prompt_settings: its keyword arguments.
+    group_reward: reward of whole groups; None is that of `reward.group`.
+    replay: makes the replay store; None is `data.replay.Replay`.
+    feed: makes the exchange of responses with other policies.
+    pruning: drops unfinished responses.
+    checks: functions that refuse a complete algorithm by an InputError.
   """
 
-  parts: Mapping[str, Part]
+  advantages: Part
   policy_loss: Part
-  auxiliary: Mapping[str, Auxiliary]
-  value_loss: Part | None
-  corrections: Mapping[str, Part]
-  step_scale: Part | None
-  processors: Mapping[str, ProcessorSpec]
-  loss_mode: str
-  loss_norm: float | None
-  members: Mapping[str, tuple[str, ...]] = dataclasses.field(
+  providers: Mapping[str, Provider]
+  critic: Critic | None = None
+  proximal: str = "old_logprobs"
+  inputs: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+  masks: tuple[Part, ...] = ()
+  after: tuple[Part, ...] = ()
+  auxiliary: Mapping[str, Auxiliary] = dataclasses.field(default_factory=dict)
+  corrections: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+  step_scale: Part | None = None
+  mode: str = "token-mean"
+  norm: float | None = None
+  metrics: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+  lowest_reward: float = -math.inf
+  whole_batch: bool = False
+  processors: Mapping[str, ProcessorSpec] = dataclasses.field(
     default_factory=dict
   )
-  rollout_reads: frozenset[str] = frozenset()
-  metrics: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+  members: Mapping[str, MemberSpec] = dataclasses.field(default_factory=dict)
+  companions: Mapping[str, Callable[..., Any]] = dataclasses.field(
+    default_factory=dict
+  )
+  frozen: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  prompts: Callable[..., Any] | None = None
+  prompt_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  group_reward: Callable[..., Any] | None = None
+  replay: Callable[..., Any] | None = None
+  feed: Callable[[], Any] | None = None
+  pruning: Pruning | None = None
+  checks: tuple[Callable[["Algorithm"], None], ...] = ()
+
+  def change(self, **fields: Any) -> "Algorithm":
+    """Returns the algorithm with other fields.
+
+    Masks, checks and entries of mappings are added; an entry replaces that of
+    its name. All other fields are replaced.
+
+    Raises:
+      InputError: there is a model or a logits processor of the name already.
+    """
+    for field in _ADDED & fields.keys():
+      old, new = getattr(self, field), fields[field]
+      if isinstance(old, tuple):
+        fields[field] = (*old, *new)
+        continue
+      taken = {*_MODELS, *old} if field in _UNIQUE else _OF_MODELS
+      if taken := taken & new.keys():
+        raise InputError(
+          f"{field}: there is a {min(taken)!r} already; use another name"
+        )
+      fields[field] = {**old, **new}
+    return dataclasses.replace(self, **fields)
+
+  @functools.cached_property
+  def parts(self) -> dict[str, Part]:
+    """Every input that is computed from others, by name."""
+    mask = part(estimates.same, x="trainable")
+    for without in self.masks:
+      mask = then(mask, without)
+    if self.masks:
+      mask = then(mask, part(estimates.still_trainable))
+    advantages = then(self.advantages, part(estimates.checked_advantages))
+    for modify in self.after:
+      advantages = then(advantages, modify)
+    parts = {
+      **ALWAYS,
+      "advantages": advantages,
+      "unwindowed_policy_mask": mask,
+      **self.inputs,
+    }
+    if self.proximal:
+      parts["proximal_logprobs"] = part(estimates.same, x=self.proximal)
+    if self.critic is not None:
+      parts |= {"returns": self.critic.returns, "value_mask": self.critic.mask}
+    return parts
+
+  @property
+  def value_loss(self) -> Part | None:
+    """The loss of the critic, or of its ensemble; None without a critic."""
+    if self.critic is None:
+      return None
+    ensemble = self.critic.ensemble
+    return ensemble.loss(self.critic.loss) if ensemble else self.critic.loss
 
   @property
   def correction(self) -> Part | None:
     """The product of all corrections; None if there are none."""
     chosen = tuple(self.corrections.values())
     return functools.reduce(_both, chosen) if chosen else None
+
+  @property
+  def stateful_processors(self) -> dict[str, ProcessorSpec]:
+    """The logits processors whose state follows training."""
+    return {k: x for k, x in self.processors.items() if x.state is not None}
 
   @property
   def policy_inputs(self) -> frozenset[str]:
@@ -91,13 +244,12 @@ class Algorithm:
     names |= {term.mask for term in self.auxiliary.values()}
     for chosen in (self.correction, self.step_scale):
       names |= set(chosen.reads if chosen else ())
-    for processor in self.processors.values():
+    for processor in self.stateful_processors.values():
       names |= set(processor.state.reads)
-    if self.value_loss is not None:
+    if self.critic is not None:
       names |= self.value_inputs | {"value_mask", "returns", "old_values"}
-    names = names.union(
-      *self.members.values(), *(x.reads for x in self.metrics.values())
-    )
+    for reader in (*self.members.values(), *self.metrics.values()):
+      names |= set(reader.reads)
     return frozenset(names)
 
   @property
@@ -105,7 +257,31 @@ class Algorithm:
     """Inputs that the batch and the models must provide."""
     return frozenset(leaves_of(self.experience, self.parts))
 
+  def needs(self, leaves: Any) -> frozenset[str]:
+    """Returns the names that the inputs' providers need, also indirectly."""
+    known = self.providers.keys() & leaves
+    found = {name for x in known for name in self.providers[x].needs}
+    return frozenset(found | self.needs(found) if found else found)
 
+
+# Inputs that every method computes in the same way.
+ALWAYS = {
+  "own_lengths": part(estimates.own_lengths),
+  "truncated": part(estimates.truncated),
+  "groups": part(estimates.groups),
+  "trainable": part(estimates.trainable),
+  "policy_mask": part(estimates.in_window),
+  "value_mask": part(estimates.value_mask),
+  "positive_mask": part(estimates.positive_mask),
+  "old_values": part(estimates.same, x="values"),
+}
+# Fields that `Algorithm.change` adds to; those whose names are unique, and the
+# names of other models and losses, which they cannot have.
+_UNIQUE = {"members", "companions", "frozen", "processors"}
+_ADDED = _UNIQUE | {
+  *("inputs", "providers", "masks", "auxiliary", "metrics", "checks"),
+}
+_MODELS, _OF_MODELS = ("policy", "critic"), {"balance"}
 # Inputs computed within an update, from the current model and packed rows.
 _OF_THE_POLICY = {"logprobs", "entropy", "mask", "segments"}
 _OF_THE_CRITIC = {"values", "value_logits", "of_critics"}

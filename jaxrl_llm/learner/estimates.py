@@ -8,8 +8,6 @@ arguments are the inputs that they read (see `parts`):
   lengths, status, window_start, group  [B], from the rollout
   rewards, correct, judged              [B], verdicts
   old_logprobs, entropies, ref_logprobs [B, T], from the policies
-  writer_logprobs [B, T]                under the weights that wrote each token
-  gradient_norms                        [B], ‖∇ log π‖ of complete responses
   values [B, T], next_values [B]        from the critic
   update_version                        scalar, policy version before the update
 """
@@ -55,14 +53,32 @@ def last_value_mask(trainable, truncated) -> jax.Array:
   return mask & (following == 1)
 
 
+def checked_advantages(advantages, trainable) -> jax.Array:
+  """Refuses advantages that are not per token."""
+  return _per_token("estimator.name", advantages, trainable)
+
+
 def still_trainable(mask, trainable) -> jax.Array:
   """bool [B, T]: a mask without tokens that it added, such as padding."""
+  _per_token("loss.masks", mask, trainable)
   if mask.dtype != bool:
     raise InputError(
       f"config.loss.masks: a mask returned {mask.dtype}, not bool; compare, as"
       " in mask & (x > 0)"
     )
   return mask & trainable
+
+
+def _per_token(key: str, made, trainable):
+  """Refuses results of a user's part that are not per token."""
+  shape = getattr(made, "shape", type(made).__name__)
+  if shape != trainable.shape:
+    raise InputError(
+      f"config.{key}: this part returned {shape}, not an array of shape"
+      f" {trainable.shape}; return a value for every token, such as"
+      " x[:, None] * mask"
+    )
+  return made
 
 
 def in_window(unwindowed_policy_mask, window_start) -> jax.Array:

@@ -133,7 +133,7 @@ class Learner(Scorer):
     row |= metrics.batch_metrics(batch, self.algorithm)
     if scored is not None:
       scored(batch)
-    processors = self.algorithm.processors.items()
+    processors = self.algorithm.stateful_processors.items()
     if processors and batch.experience["policy_mask"].any():
       inputs = collections.ChainMap(batch.experience, batch.scores)
       following = {name: x.state(inputs) for name, x in processors}
@@ -173,11 +173,10 @@ class Learner(Scorer):
       if not prepared.trains:
         continue
       placed = place(prepared.replace(schedule_step=at), self.mesh)
-      model, row = member.update(
+      model, row = member.update.whole(
         state.models[name],
         placed,
-        *member.training.arguments(self.settings, state),
-        base=state.base_of(name),
+        base=self.base(state, name),
       )
       state = state.with_model(name, model)
       if name == "policy":
@@ -201,8 +200,7 @@ class Learner(Scorer):
       sums,
       state.models[name].trained,
       place(prepared, self.mesh),
-      *member.training.arguments(self.settings, state),
-      base=state.base_of(name),
+      base=self.base(state, name),
     )
     # Attributes the time to this phase.
     return processes.ready(sums), trains or prepared.trains

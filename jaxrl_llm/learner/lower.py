@@ -12,7 +12,7 @@ from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.members import Member
 from jaxrl_llm.learner.packing import PackedBatch
 from jaxrl_llm.learner.parts import evaluate, leaves_of
-from jaxrl_llm.models import PackedRows
+from jaxrl_llm.models import PackedRows, Params
 from jaxrl_llm.sampling import EngineConfig, new_requests
 from jaxrl_llm.types import unjudged
 
@@ -22,7 +22,7 @@ _SCORES = {"policy": "log-probs", "value": "values"}
 
 def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
   """Lowers scoring and updates without running them."""
-  state, lowered = learner.abstract(), {}
+  lowered = {}
   for member in learner.members.values():
     training = member.training
     weights = ["weights", *(f"{name}/weights" for name in training.auxiliary)]
@@ -31,19 +31,16 @@ def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
       scalar = jax.ShapeDtypeStruct((), np.float32)
       batch = batch.replace(step_scale=scalar)
     name = training.objective.name
-    given = training.arguments(learner.settings, state)
+    base = learner.policy.params if training.reads_policy else member.base
     lowered[f"score {_SCORES.get(name, name)}"] = member.score.lower(
-      member.params, batch.packed, *given
+      Params(base, member.shapes.trained), batch.packed
     )
     lowered[f"update {name}"] = member.update.whole.lower(
-      member.shapes, batch, *given, base=member.base
+      member.shapes, batch, base=base
     )
   batch = _abstract_batch(learner, learner.policy, set())
   for name, frozen in learner.frozen.items():
-    given = learner.policy.training.arguments(learner.settings, state)
-    lowered[f"score {name}"] = frozen.score.lower(
-      frozen.shapes, batch.packed, *given
-    )
+    lowered[f"score {name}"] = frozen.score.lower(frozen.shapes, batch.packed)
   return lowered
 
 
@@ -71,6 +68,7 @@ def _abstract_batch(
       logprobs=of(np.float32),
       choices=choices,
       count=whole,
+      temperature=jax.ShapeDtypeStruct((), np.float32, sharding=whole.sharding),
     ),
     mask=of(np.bool_),
     inputs={name: of(_dtype(learner, name)) for name in names},

@@ -20,11 +20,8 @@ from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.optimizer import TrainState, UpdateSettings
 from jaxrl_llm.learner.packing import MiniBatch, PackedBatch
 from jaxrl_llm.learner.parts import Auxiliary, Part
-from jaxrl_llm.learner.state import LearnerSettings, LearnerState
 from jaxrl_llm.models import ModelFns, Params, ValueFns, partition
 from jaxrl_llm.types import Experience
-
-Arguments = Callable[[LearnerSettings, LearnerState], tuple[Any, ...]]
 
 
 class Training(NamedTuple):
@@ -32,7 +29,7 @@ class Training(NamedTuple):
 
   Attributes:
     objective: loss of the member.
-    score: (params, PackedRows, *arguments) -> arrays [M, r, C]; see `scoring`.
+    score: (params, PackedRows) -> arrays [M, r, C]; see `scoring`.
     reads: names of the inputs [B, T] or [B] of the loss, which it reads at
       every token; it also reads `weights`.
     mask: name of the bool input [B, T] that selects the tokens to train on.
@@ -41,7 +38,8 @@ class Training(NamedTuple):
     auxiliary: additional losses by name, see `update.policy_objective`.
     correction: factor of the weights, see `Algorithm.correction`.
     step_scale: factor of an update, see `Algorithm`.
-    arguments: (settings, state) -> additional arguments of loss and score.
+    reads_policy: whether `params.base` of loss and score are the policy's
+      parameters, as for a probe.
     waits: whether to train only on ended responses, in full mini-batches; the
       remaining responses of a batch wait for the next one.
   """
@@ -55,7 +53,7 @@ class Training(NamedTuple):
   auxiliary: Mapping[str, Auxiliary] = {}
   correction: Part | None = None
   step_scale: Part | None = None
-  arguments: Arguments = lambda settings, state: ()
+  reads_policy: bool = False
   waits: bool = False
 
   def prepare(
@@ -115,7 +113,7 @@ class Member:
   training: Training
   # (trained parameters, donated) -> state at step 0, jitted.
   create_state: Callable[[Any], TrainState]
-  # (params, PackedRows, *arguments) -> arrays [M, r, C], jitted.
+  # (params, PackedRows) -> arrays [M, r, C], jitted.
   score: Callable[..., Any]
   update: update.Update
   shapes: TrainState  # ShapeDtypeStructs with shardings.
@@ -163,7 +161,7 @@ class Frozen(NamedTuple):
 
   shapes: Any  # ShapeDtypeStructs with shardings of all parameters.
   load: Callable[[], Any]  # () -> params.
-  # (params, PackedRows, *arguments of the policy) -> arrays [M, r, C], jitted.
+  # (params, PackedRows) -> arrays [M, r, C], jitted.
   score: Callable[..., Any]
   shares_prompts: bool  # See `packing.pack`.
 
@@ -204,13 +202,11 @@ def policy_training(fns: ModelFns, algorithm: Algorithm) -> Training:
     functools.partial(scoring.score_logprobs, fns=fns),
     reads=algorithm.policy_inputs,
     mask="policy_mask",
-    mode=algorithm.loss_mode,
-    norm=algorithm.loss_norm,
+    mode=algorithm.mode,
+    norm=algorithm.norm,
     auxiliary=auxiliary,
     correction=algorithm.correction,
     step_scale=algorithm.step_scale,
-    # The temperature argument of the policy's functions.
-    arguments=lambda settings, state: (np.float32(settings.temperature),),
   )
 
 

@@ -24,6 +24,7 @@ class Packer:
     members: members by name, including the policy.
     share: member -> whether samples of a group share their prompt.
     capacity: tokens per packed row.
+    temperature: sampling temperature.
     views: member -> function that returns the samples as the member reads them;
       a member without a view reads the policy's samples.
   """
@@ -31,6 +32,7 @@ class Packer:
   members: Mapping[str, Member]
   share: Mapping[str, bool]
   capacity: int
+  temperature: float
   views: Mapping[str, View] = dataclasses.field(default_factory=dict)
 
   @functools.cached_property
@@ -115,6 +117,7 @@ class Packer:
       rows=member.settings.micro_batch_size,
       chosen=rows,
       share=self.share[name],
+      temperature=self.temperature,
     )
 
   def _seen(self, name: str, rollout: Rollout) -> Rollout:
@@ -173,7 +176,8 @@ class Packer:
       )
       every = np.arange(len(rollout.lengths))
       share = len(every) / member.settings.mini_batch
-      found[name] = [MiniBatch(every, layout, rollout, share)]
+      made = MiniBatch(every, layout, rollout, share, self.temperature)
+      found[name] = [made]
     return responses, found, None
 
 

@@ -304,11 +304,13 @@ class MiniBatch:
   layout: Layout
   rollout: Rollout
   share: float = 1.0  # Fraction of the responses of its update.
+  temperature: float = 1.0  # Sampling temperature.
 
   @property
   def packed(self) -> PackedRows:
     """Packs the samples. Not cached, so that only one mini-batch is packed."""
-    return self.layout.pack(take_rows(self.rollout, self.rows))
+    packed = self.layout.pack(take_rows(self.rollout, self.rows))
+    return packed.replace(temperature=np.float32(self.temperature))
 
   def routed_by(self, version: int) -> "MiniBatch":
     """Returns the samples with the experts that one version's weights chose."""
@@ -329,6 +331,7 @@ def mini_batches(
   rows: int,
   chosen: np.ndarray | None = None,
   share: bool = True,
+  temperature: float = 1.0,
 ) -> list[MiniBatch]:
   """Splits a rollout into mini-batches of `size` samples.
 
@@ -344,6 +347,7 @@ def mini_batches(
     rows: rows per micro-batch.
     chosen: indices of the samples to split; all by default.
     share: as in `make_layout`.
+    temperature: sampling temperature.
   """
   if chosen is None:
     chosen = np.arange(len(rollout.lengths))
@@ -359,7 +363,8 @@ def mini_batches(
       micro_batches=-(-size // rows),
       share=share,
     )
-    batches.append(MiniBatch(part, layout, rollout))
+    made = MiniBatch(part, layout, rollout, temperature=temperature)
+    batches.append(made)
   return batches
 
 

@@ -7,6 +7,7 @@ Only inputs that some part reads are computed. User-defined parts may read
 user-defined inputs.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ class Part(NamedTuple):
 
   fn: Callable[..., Any]
   reads: tuple[str, ...]
+  settings: frozenset[str] = frozenset()  # Names of the settings that it uses.
 
   def __call__(self, inputs: Mapping[str, jax.Array]) -> Any:
     return self.fn(*(inputs[name] for name in self.reads))
@@ -65,9 +67,19 @@ def part(
         f"{getattr(fn, '__name__', fn)} needs a value for {p.name!r}; set it in"
         " config.estimator.settings or config.loss.settings"
       )
+  used = frozenset({*chosen, *getattr(fn, "keywords", ())})
   arguments = {name: name for name in positional} | inputs
-  call = lambda *arrays: fn(**chosen | dict(zip(arguments, arrays)))
-  return Part(call, tuple(arguments.values()))
+  if chosen:
+    fn = functools.partial(fn, **chosen)
+
+  def by_keyword(*arrays):
+    return fn(**dict(zip(arguments, arrays)))
+
+  # A wrapper may take keywords only.
+  own = [*inspect.signature(fn, follow_wrapped=False).parameters]
+  direct = [*arguments] == positional == own[: len(positional)]
+  call = fn if direct else by_keyword
+  return Part(call, tuple(arguments.values()), used)
 
 
 def then(first: Part, second: Part) -> Part:
@@ -77,7 +89,8 @@ def then(first: Part, second: Part) -> Part:
     count = len(first.reads)
     return second.fn(first.fn(*arrays[:count]), *arrays[count:])
 
-  return Part(both, first.reads + second.reads[1:])
+  used = first.settings | second.settings
+  return Part(both, first.reads + second.reads[1:], used)
 
 
 def leaves_of(

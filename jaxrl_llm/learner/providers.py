@@ -1,7 +1,7 @@
 """Providers of the inputs that no part of the algorithm computes.
 
 Such an input is a field of the rollout or of its verdicts (`of_responses`), or
-a model's score with an entry in `PROVIDERS`.
+a model's score with an entry in `Algorithm.providers`.
 """
 
 import collections
@@ -9,21 +9,21 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm import types
+from jaxrl_llm.learner.algorithm import Algorithm, Provider
 from jaxrl_llm.learner.packing import MiniBatch
 from jaxrl_llm.learner.state import LearnerState
-from jaxrl_llm.system.plugin import Table
 from jaxrl_llm.types import Origin, Responses, Rollout, take_rows
 
 Scores = dict[str, np.ndarray]
 # (name, rows of the data [B]) -> numbers [B].
 Column = Callable[[str, np.ndarray], np.ndarray]
 # Prefixes of inputs that are parts of the reward or columns of the data.
-PART, COLUMN = "part_", "column_"
+PREFIXES = PART, COLUMN = "part_", "column_"
 VERDICTS = ("rewards", "correct", "judged")
 # (scores of a language model) -> log-probs of the targets.
 LOGPROBS = operator.attrgetter("logprobs")
@@ -92,8 +92,9 @@ class Scoring:
     mini-batch is scored, to compare sampler and trainer; nothing is scored if
     the policy sampled no token.
     """
-    leaves = self.learner.algorithm.leaves
-    read = {"old_logprobs", "entropies"} & (leaves | needs_of(leaves))
+    algorithm = self.learner.algorithm
+    leaves = algorithm.leaves | algorithm.needs(algorithm.leaves)
+    read = {"old_logprobs", "entropies"} & leaves
     out = {name: self.zeros() for name in sorted({"old_logprobs", *read})}
     out["scored"] = np.zeros(len(self.rollout.lengths), bool)
     batches = self.mini_batches["policy"]
@@ -116,9 +117,9 @@ class Scoring:
 
   def scores(self) -> Scores:
     """Returns the policy's scores and all others that the algorithm reads."""
-    leaves = sorted(self.learner.algorithm.leaves & PROVIDERS.keys())
-    out = dict(self.policy)
-    for give in dict.fromkeys(PROVIDERS[leaf].give for leaf in leaves):
+    known, out = self.learner.algorithm.providers, dict(self.policy)
+    leaves = sorted(self.learner.algorithm.leaves & known.keys())
+    for give in dict.fromkeys(known[leaf].give for leaf in leaves):
       out |= give(self)
     return out
 
@@ -148,43 +149,39 @@ def _values(scoring: Scoring) -> Scores:
 
 
 def of_member(member: str) -> Callable[[Scoring], np.ndarray]:
-  """Returns a function for `register.leaf` that computes a member's scores."""
+  """Returns a function for `provider` that computes a member's scores."""
   return lambda scoring: scoring.tokens(member)
-
-
-class Provider(NamedTuple):
-  """A function that computes inputs by scoring with models."""
-
-  # Names of members, companions and inputs, or 'reference' (of a KL).
-  needs: tuple[str, ...]
-  give: Callable[[Scoring], Scores]  # Inputs by name, each [B, ...].
 
 
 _POLICY = Provider(("policy",), lambda scoring: scoring.policy)
 _CRITIC = Provider(("critic",), _values)
-# Name of an input -> its provider.
-PROVIDERS = Table(
-  "leaf",
-  old_logprobs=_POLICY,
-  entropies=_POLICY,
-  ref_logprobs=Provider(("policy", "reference"), _reference),
-  values=_CRITIC,
-  next_values=_CRITIC,
-)
+# Inputs that every algorithm may read, by name.
+PROVIDERS = {
+  "old_logprobs": _POLICY,
+  "entropies": _POLICY,
+  "ref_logprobs": Provider(("policy", "reference"), _reference),
+  "values": _CRITIC,
+  "next_values": _CRITIC,
+}
 
 
-def needs_of(leaves: Collection[str]) -> frozenset[str]:
-  """Returns the names that the inputs' providers need, also indirectly."""
-  found = {
-    name for x in PROVIDERS.keys() & leaves for name in PROVIDERS[x].needs
-  }
-  return frozenset(found | needs_of(found) if found else found)
+def provider(
+  name: str, fn: Callable[[Scoring], np.ndarray], *needs: str
+) -> dict[str, Provider]:
+  """Returns an entry of `Algorithm.providers`.
+
+  Args:
+    name: name of the input.
+    fn: (scoring of a batch) -> host array [B, T] or [B].
+    *needs: names that `fn` reads: models of the learner, or inputs.
+  """
+  return {name: Provider(needs, lambda scoring: {name: fn(scoring)})}
 
 
-def gives(leaf: str) -> bool:
+def gives(algorithm: Algorithm, leaf: str) -> bool:
   """Returns whether an input has a provider."""
-  named = leaf.startswith((PART, COLUMN))
-  return named or leaf in OF_THE_BATCH or leaf in PROVIDERS
+  named = leaf.startswith(PREFIXES)
+  return named or leaf in OF_THE_BATCH or leaf in algorithm.providers
 
 
 def of_responses(

@@ -78,7 +78,7 @@ class Scorer:
     Leaves are ShapeDtypeStructs with shardings; a class stands for a record of
     host arrays that may be absent.
     """
-    processors = self.algorithm.processors.items()
+    processors = self.algorithm.stateful_processors.items()
     return LearnerState(
       step=0,
       models={k: x.shapes for k, x in self.members.items()},
@@ -107,7 +107,7 @@ class Scorer:
   def constants(self) -> dict[str, Any]:
     """Loads the models that checkpoints leave out, by field of the state."""
     reference = None  # The initial policy, for a KL to it.
-    if "reference" in providers.needs_of(self.algorithm.leaves):
+    if "reference" in self.algorithm.needs(self.algorithm.leaves):
       reference = self.policy.split(self.initial_params()).trained
     frozen = {name: x.load() for name, x in self.frozen.items()}
     return {"reference": reference, "frozen": frozen}
@@ -117,8 +117,9 @@ class Scorer:
     share = {k: x.fns.shares_prompts for k, x in self.members.items()}
     # Frozen models score the packed rows of the policy.
     share["policy"] &= all(x.shares_prompts for x in self.frozen.values())
-    capacity = self.settings.max_tokens_per_row
-    return Packer(self.members, share, capacity, self.views)
+    settings = self.settings
+    sizes = settings.max_tokens_per_row, settings.temperature
+    return Packer(self.members, share, *sizes, self.views)
 
   @functools.cached_property
   def _estimate(self) -> Callable[[Experience], Experience]:
@@ -148,17 +149,21 @@ class Scorer:
       version: version of the policy that these parameters are; other versions'
         choices of experts are not replayed. -1 is none.
     """
-    member = self.members.get(name, self.policy)
     if name in self.frozen:
       params, score = state.frozen[name], self.frozen[name].score
     else:
-      params, score = state.params(name), member.score
+      params = Params(self.base(state, name), state.models[name].trained)
+      score = self.members[name].score
     if trained is not None:
       params = params._replace(trained=trained)
       batch = batch.routed_by(version)
-    arguments = member.training.arguments(self.settings, state)
-    packed = place(batch.packed, self.mesh)
-    return processes.to_host(score(params, packed, *arguments))
+    return processes.to_host(score(params, place(batch.packed, self.mesh)))
+
+  def base(self, state: LearnerState, name: str) -> Any:
+    """Returns the parameters that a member reads and that are not trained."""
+    if self.members[name].training.reads_policy:
+      return state.params("policy")
+    return state.base_of(name)
 
   def read(
     self, state: LearnerState, name: str, rollout: Rollout
@@ -167,19 +172,19 @@ class Scorer:
 
     Args:
       state: state of the learner.
-      name: name of the input, an entry of `providers.PROVIDERS`.
+      name: name of the input, an entry of `Algorithm.providers`.
       rollout: B responses.
 
     Returns:
       [B, T] or [B].
     """
-    provider, rows = providers.PROVIDERS[name], np.arange(len(rollout.lengths))
+    rows = np.arange(len(rollout.lengths))
     packed = {
       member: self._packer.mini_batches(member, rollout, rows)
-      for member in providers.needs_of([name]) & self.members.keys()
+      for member in self.algorithm.needs([name]) & self.members.keys()
     }
     scoring = providers.Scoring(self, state, rollout, packed)
-    return provider.give(scoring)[name]
+    return self.algorithm.providers[name].give(scoring)[name]
 
   def measure(
     self,
@@ -207,7 +212,7 @@ class Scorer:
     # Targets need scores of all rows: the policy must also score responses that
     # waited, and the critic truncated ones, whose advantages bootstrap from it.
     targets = parts.leaves_of(["returns"], self.algorithm.parts)
-    packed, complete = dict(mini_batches), providers.needs_of(targets)
+    packed, complete = dict(mini_batches), self.algorithm.needs(targets)
     for name in self.members:
       if name in complete | waits:
         packed[name] = self._packer.completed(name, rollout, packed[name])

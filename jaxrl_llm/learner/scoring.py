@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -24,18 +23,16 @@ def over_micro_batches(score, packed: PackedRows) -> Any:
 
 
 def score_logprobs(
-  params: Any, packed: PackedRows, temperature: chex.Numeric, *, fns: ModelFns
+  params: Any, packed: PackedRows, *, fns: ModelFns
 ) -> TokenLogprobs:
   """Returns log π(target) and entropy where unmasked, float32 [M, r, C].
 
   Args:
     params: policy parameters.
     packed: packed rows.
-    temperature: sampling temperature of the responses.
     fns: functions of the policy.
   """
-  score = lambda rows: fns.logprobs(params, rows, temperature)[0]
-  return over_micro_batches(score, packed)
+  return over_micro_batches(lambda rows: fns.logprobs(params, rows)[0], packed)
 
 
 def score_values(

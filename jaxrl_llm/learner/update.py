@@ -30,13 +30,25 @@ _NO_BASE: dict[str, Any] = {}  # Everything is trained.
 Metrics = dict[str, jax.Array]
 
 
+class Sums(NamedTuple):
+  """Sums over a micro-batch or several; losses are weighted over the batch."""
+
+  losses: Metrics  # Logged as they are.
+  per_token: Metrics  # Divided by `tokens` when they are logged.
+  maxima: Metrics
+  tokens: jax.Array
+  of_each: jax.Array | None = None  # Tokens of each critic of an ensemble.
+  gradients: Any = None
+  squares: Any = None  # Σ |g_i|² / t_i over the micro-batches, see `_noise`.
+  micro_batches: Any = None  # Those with tokens.
+
+
 class Objective(NamedTuple):
   """The loss of an update."""
 
   name: str  # Prefix of metrics, NAME/...
-  # (params, micro-batch, *arguments) -> (loss, metrics: sums, sums over tokens
-  #  that are logged as means, and maxima).
-  loss: Callable[..., tuple[jax.Array, tuple[Metrics, Metrics, Metrics]]]
+  # (params, micro-batch) -> (loss, sums without gradients).
+  loss: Callable[..., tuple[jax.Array, Sums]]
   # Model whose `load`, summed over the mini-batch, is the loss's micro["load"].
   fns: ModelFns | ValueFns | None = None
 
@@ -46,8 +58,6 @@ def policy_objective(
 ) -> Objective:
   """Makes the objective Σ w · L_policy + Σ auxiliary losses of a policy.
 
-  Its loss takes the sampling temperature as an argument.
-
   Args:
     fns: functions of the policy.
     policy_loss: as in `Algorithm`; its weights are the input `weights`.
@@ -55,9 +65,9 @@ def policy_objective(
       `NAME/weights`, and it is logged as `policy/NAME_loss`.
   """
 
-  def loss(params, micro, temperature):
+  def loss(params, micro):
     packed, mask = micro["packed"], micro["mask"]
-    out, of_model = fns.logprobs(params, packed, temperature, micro["load"])
+    out, of_model = fns.logprobs(params, packed, micro["load"])
     inputs = micro["inputs"] | {
       "logprobs": out.logprobs,
       "entropy": out.entropy,
@@ -65,7 +75,8 @@ def policy_objective(
       "segments": packed.segments,
     }
     clipped = policy_loss(inputs)
-    per_token = _check_shape("name", getattr(clipped, "loss", None), mask)
+    found = getattr(clipped, "loss", None)
+    per_token = _check_shape("policy loss", found, mask)
     loss = surrogate = jnp.sum(inputs["weights"] * per_token)
     total = lambda x: jnp.sum(jnp.where(mask, x, 0.0))
     means = {
@@ -76,26 +87,27 @@ def policy_objective(
     if "proximal_logprobs" in inputs:
       kl = losses.kl_k3(inputs["proximal_logprobs"], out.logprobs)
       means["policy/approx_kl"] = total(kl)
-    sums = {"policy/loss": surrogate, "tokens": total(1.0)}
+    sums = {"policy/loss": surrogate}
     for name, term in auxiliary.items():
       weights = term.coefficient * inputs[f"{name}/weights"]
-      per_token = _check_shape("auxiliary", term.loss(inputs), mask)
+      what = f"auxiliary loss {name!r}"
+      per_token = _check_shape(what, term.loss(inputs), mask)
       sums[f"policy/{name}_loss"] = jnp.sum(weights * per_token)
       loss += sums[f"policy/{name}_loss"]
     loss += _add_of_model((sums, means), "policy", of_model, micro, mask)
     maxima = {"policy/ratio_max": jnp.max(jnp.where(mask, clipped.ratio, 0.0))}
-    return loss, (sums, means, maxima)
+    return loss, Sums(sums, means, maxima, total(1.0))
 
   return Objective("policy", loss, fns)
 
 
-def _check_shape(key: str, loss: Any, mask: jax.Array) -> jax.Array:
+def _check_shape(what: str, loss: Any, mask: jax.Array) -> jax.Array:
   """Refuses a user's loss that is not per token: weights would scale it."""
   if (shape := getattr(loss, "shape", None)) != mask.shape:
     missing = loss is None
     wrong = "no field `loss`" if missing else f"shape {shape}, not {mask.shape}"
     raise InputError(
-      f"config.loss.{key}: the result has {wrong}; return a value for every"
+      f"{what}: the result has {wrong}; return a value for every"
       " token, and a policy loss as `loss` of a losses.ClippedPolicyLoss"
     )
   return loss
@@ -125,14 +137,14 @@ def value_objective(fns: ValueFns, value_loss: Part) -> Objective:
     terms = value_loss(inputs | outputs)
     total = jnp.sum(inputs["weights"] * terms.loss)
     tokens = jnp.sum(packed.mask, dtype=jnp.float32)
-    sums, means = {"value/loss": total, "tokens": tokens}, {}
+    sums, means, of_each = {"value/loss": total}, {}, None
     if fns.owner:
       trained = jnp.where(inputs["weights"] > 0, inputs[fns.owner], -1)
       count = lambda i: jnp.sum(trained == i, dtype=jnp.float32)
-      sums["tokens_of_each"] = jnp.stack([*map(count, range(fns.count))])
+      of_each = jnp.stack([*map(count, range(fns.count))])
     logs = sums, means
     total += _add_of_model(logs, "value", of_model, micro, packed.mask)
-    return total, (sums, means, {})
+    return total, Sums(sums, means, {}, tokens, of_each)
 
   return Objective("value", loss, fns)
 
@@ -143,24 +155,22 @@ class Update(NamedTuple):
   `whole` and `apply` donate the state, and `add` donates the sums.
   """
 
-  # (state, PackedBatch, *arguments, base={}) -> (state, metrics).
+  # (state, PackedBatch, base={}) -> (state, metrics).
   whole: Callable[..., tuple[TrainState, Metrics]]
-  # (trained, PackedBatch, *arguments, base={}) -> zero sums.
-  begin: Callable[..., Any]
-  # (sums, trained, PackedBatch, *arguments, base={}) -> sums.
-  add: Callable[..., Any]
+  # (trained, PackedBatch, base={}) -> zero sums.
+  begin: Callable[..., Sums]
+  # (sums, trained, PackedBatch, base={}) -> sums.
+  add: Callable[..., Sums]
   # (state, sums, size of the batch, schedule step) -> (state, metrics).
   apply: Callable[..., tuple[TrainState, Metrics]]
 
-  def __call__(self, state, batch: PackedBatch, *arguments, base=_NO_BASE):
-    """Updates a state on a complete batch; `base` has the frozen parameters."""
-    return self.whole(state, batch, *arguments, base=base)
-
-  def accumulate(self, sums, trained, batch, *arguments, base=_NO_BASE):
+  def accumulate(
+    self, sums: Sums | None, trained: Any, batch: PackedBatch, base: Any
+  ) -> Sums:
     """Adds a part, weighted with size 1, to `sums`; None starts from zeros."""
     if sums is None:
-      sums = self.begin(trained, batch, *arguments, base=base)
-    return self.add(sums, trained, batch, *arguments, base=base)
+      sums = self.begin(trained, batch, base=base)
+    return self.add(sums, trained, batch, base=base)
 
 
 def make_update(
@@ -181,30 +191,38 @@ def make_update(
   finish = functools.partial(_apply, objective.name, optimizer, schedule)
   gradient, load = _gradient_of(objective), _load_of(objective)
 
-  def begin(trained, batch: PackedBatch, *arguments, base=_NO_BASE):
+  def begin(trained, batch: PackedBatch, base=_NO_BASE):
     loads = jax.eval_shape(load, trained, batch, base)
-    return _zeros(gradient, trained, batch, loads, base, *arguments)
+    first = batch.micro_batch(0)
+    shapes = jax.eval_shape(gradient, trained, first, loads, base)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    gradients, sums = zeros
+    zero = jnp.float32(0.0)
+    return sums._replace(gradients=gradients, squares=zero, micro_batches=zero)
 
-  def add(sums, trained, batch: PackedBatch, *arguments, base=_NO_BASE):
-    given = load(trained, batch, base), base, *arguments
+  def add(sums, trained, batch: PackedBatch, base=_NO_BASE):
+    given = load(trained, batch, base), base
     return _accumulate(gradient, trained, sums, batch, *given)
 
-  def apply(state: TrainState, sums, size, step):
-    gradients, (totals, means, maxima) = sums
+  def apply(state: TrainState, sums: Sums, size, step):
     over = functools.partial(jax.tree.map, lambda x: x / size)
-    counts = {name: totals[name] for name in ("tokens", "micro_batches")}
-    totals = over(totals) | counts | {"squares": totals["squares"] / size**2}
-    return finish(state, (over(gradients), (totals, means, maxima)), step)
+    sums = sums._replace(
+      gradients=over(sums.gradients),
+      losses=over(sums.losses),
+      squares=sums.squares / size**2,
+    )
+    return finish(state, sums, step)
 
-  def whole(state: TrainState, batch: PackedBatch, *arguments, base=_NO_BASE):
-    sums = begin(state.trained, batch, *arguments, base=base)
-    sums = add(sums, state.trained, batch, *arguments, base=base)
+  def whole(state: TrainState, batch: PackedBatch, base=_NO_BASE):
+    sums = begin(state.trained, batch, base)
+    sums = add(sums, state.trained, batch, base)
     return finish(state, sums, batch.schedule_step, scale=batch.step_scale)
 
   of_sums = None
   if out_shardings is not None:
     of_state, of_metrics = out_shardings
-    of_sums = of_state.trained, of_metrics
+    of_sums = Sums(*[of_metrics] * len(Sums._fields))
+    of_sums = of_sums._replace(gradients=of_state.trained)
   # A run shows these names when it compiles the programs.
   whole.__name__ = f"update_{objective.name}"
   for part in (begin, add, apply):
@@ -217,17 +235,16 @@ def make_update(
   )
 
 
-def _gradient_of(objective: Objective):
-  """Returns (trained, micro-batch, load, base, ...) -> gradients and metrics.
+def _gradient_of(objective: Objective) -> Callable[..., tuple[Any, Sums]]:
+  """Returns (trained, micro-batch, load, base) -> gradients and other sums.
 
   The function is traced once, for its shapes and the loop over micro-batches.
   """
 
   @functools.partial(jax.jit, inline=True)
   @functools.partial(jax.grad, has_aux=True)
-  def gradient(trained, micro, load, base, *settings):
-    given = micro | {"load": load}
-    return objective.loss(Params(base, trained), given, *settings)
+  def gradient(trained, micro, load, base):
+    return objective.loss(Params(base, trained), micro | {"load": load})
 
   return gradient
 
@@ -271,66 +288,49 @@ def _noise(norm, tokens, squares, micro_batches) -> Metrics:
   }
 
 
-def _apply(name, optimizer, schedule, state, sums, step, *, scale=None):
+def _apply(name, optimizer, schedule, state, sums: Sums, step, *, scale=None):
   """Applies one optimizer step with the sums over a batch; returns metrics."""
-  gradients, (totals, means, maxima) = sums
-  norm = optax.global_norm(gradients)
-  finite = jnp.isfinite(norm) & jnp.isfinite(totals[f"{name}/loss"])
-  tokens = jnp.maximum(totals.pop("tokens"), 1.0)
-  of_each = totals.pop("tokens_of_each", None)
-  noise = _noise(
-    norm, tokens, totals.pop("squares"), totals.pop("micro_batches")
-  )
-  means = {key: value / tokens for key, value in means.items()}
-  metrics = (
-    totals
-    | means
-    | maxima
-    | {
-      f"{name}/grad_norm": norm,
-      f"{name}/lr": schedule(step),
-      f"{name}/skipped": 1.0 - finite,
-    }
-    | {f"{name}/{key}": value for key, value in noise.items()}
-  )
+  norm = optax.global_norm(sums.gradients)
+  finite = jnp.isfinite(norm) & jnp.isfinite(sums.losses[f"{name}/loss"])
+  tokens = jnp.maximum(sums.tokens, 1.0)
+  noise = _noise(norm, tokens, sums.squares, sums.micro_batches)
+  metrics = {
+    **sums.losses,
+    **{key: value / tokens for key, value in sums.per_token.items()},
+    **sums.maxima,
+    f"{name}/grad_norm": norm,
+    f"{name}/lr": schedule(step),
+    f"{name}/skipped": 1.0 - finite,
+    **{f"{name}/{key}": value for key, value in noise.items()},
+  }
   if scale is not None:
     metrics[f"{name}/step_scale"] = scale
-  state = at_schedule_step(state, step)
   state = apply_gradients(
-    state, gradients, optimizer, finite=finite, scale=scale, of_each=of_each
+    at_schedule_step(state, step),
+    sums.gradients,
+    optimizer,
+    finite=finite,
+    scale=scale,
+    of_each=sums.of_each,
   )
   return state, metrics
 
 
-def _zeros(gradient, params, batch: PackedBatch, *settings):
-  """Returns zero sums of gradients and metrics."""
-  shapes = jax.eval_shape(gradient, params, batch.micro_batch(0), *settings)
-  zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-  gradients, (totals, *rest) = jax.tree.map(zeros, shapes)
-  of_noise = dict.fromkeys(("squares", "micro_batches"), jnp.float32(0.0))
-  return gradients, (totals | of_noise, *rest)
-
-
-def _accumulate(gradient, params, sums, batch: PackedBatch, *settings):
+def _accumulate(gradient, params, sums: Sums, batch: PackedBatch, *given):
   """Adds gradients and metrics of the nonempty micro-batches to `sums`."""
 
-  def body(i, carry):
-    before, (*sums_before, maxima_before) = carry
-    gradients, (totals, means, maxima) = gradient(
-      params, batch.micro_batch(i), *settings
-    )
+  def body(i, before: Sums) -> Sums:
+    gradients, new = gradient(params, batch.micro_batch(i), *given)
     # Compilers then add the gradients in place, and take the norm in the same
     # pass.
     gradients = jax.lax.optimization_barrier(gradients)
     square = jnp.square(optax.global_norm(gradients))
-    totals |= {
-      "squares": square / jnp.maximum(totals["tokens"], 1.0),
-      "micro_batches": jnp.float32(totals["tokens"] > 0),
-    }
-    add = functools.partial(jax.tree.map, jnp.add)
-    return add(before, gradients), (
-      *add(sums_before, [totals, means]),
-      jax.tree.map(jnp.maximum, maxima_before, maxima),
+    new = new._replace(
+      gradients=gradients,
+      squares=square / jnp.maximum(new.tokens, 1.0),
+      micro_batches=jnp.float32(new.tokens > 0),
     )
+    maxima = jax.tree.map(jnp.maximum, before.maxima, new.maxima)
+    return jax.tree.map(jnp.add, before, new)._replace(maxima=maxima)
 
   return jax.lax.fori_loop(0, batch.packed.count, body, sums)

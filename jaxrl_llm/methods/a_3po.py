@@ -11,11 +11,15 @@ three versions.
 Reference: A-3PO 2025, arXiv:2512.06547.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import losses, register
-from jaxrl_llm.learner import choices, parts
+from jaxrl_llm import losses
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Algorithm, Part, Settings, core, part
 
 
 def interpolation_share(version, policy_mask, update_version) -> jax.Array:
@@ -31,9 +35,9 @@ def interpolation_share(version, policy_mask, update_version) -> jax.Array:
   return jnp.where(policy_mask, share, 0.0)
 
 
-def make_loss(settings: choices.Settings) -> parts.Part:
+def make_loss(settings: Mapping[str, Any]) -> Part:
   """Returns PPO's surrogate around π_prox, weighted by π_prox / π_behav."""
-  decoupled = parts.part(losses.decoupled_policy_loss, settings).fn
+  decoupled = part(losses.decoupled_policy_loss, settings).fn
 
   def loss(logprobs, behavior_logprobs, advantages, interpolation_share):
     proximal_logprobs = losses.mixed_logprobs(
@@ -41,8 +45,35 @@ def make_loss(settings: choices.Settings) -> parts.Part:
     )
     return decoupled(logprobs, proximal_logprobs, behavior_logprobs, advantages)
 
-  return parts.part(loss)
+  return part(loss)
 
 
-register.token_input("interpolation_share", interpolation_share)
-choices.PROXIMAL_LOSSES["interpolate"] = make_loss
+def a_3po(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Takes the ratio against an interpolated proximal policy."""
+  kind, high = core.correction_of(s)
+  bounds = {"cap": None, "floor": 0.0}
+  if kind != "none":
+    bounds = {"cap": high, "floor": s.off_policy.low}
+  if (kind, s.off_policy.level) != ("truncate", "token") and kind != "none":
+    raise InputError(
+      "'a_3po' supports off_policy.correction='none', or 'truncate' with"
+      " level='token'"
+    )
+  if s.off_policy.proximal != "recompute":
+    raise InputError(
+      "'a_3po' has a proximal policy of its own; use"
+      " off_policy.proximal='recompute'"
+    )
+  loss = make_loss({**s.loss, **bounds})
+
+  def check(final: Algorithm) -> None:
+    if s.loss.name != "clip" or final.policy_loss is not loss:
+      raise InputError("'a_3po' is defined for loss.name='clip' only")
+
+  return algorithm.change(
+    policy_loss=loss,
+    corrections={},
+    proximal="behavior_logprobs",
+    inputs={"interpolation_share": part(interpolation_share)},
+    checks=(check,),
+  )

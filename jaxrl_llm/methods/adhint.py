@@ -21,11 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import register
 from jaxrl_llm.data.curriculum import results_of
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import choices
+from jaxrl_llm.learner import Algorithm, Settings, part, then
 from jaxrl_llm.types import Origin
 
 
@@ -36,9 +35,9 @@ class Hints(PromptSource):
     self,
     *args: Any,
     max_response_length: int,
-    most: float = 0.8,
-    least: float = 0.0,
-    enough: float = 0.75,
+    most: float,
+    least: float,
+    enough: float,
     **settings: Any,
   ):
     super().__init__(*args, **settings)
@@ -80,5 +79,26 @@ def hinted(advantages, origin, correct, judged) -> jax.Array:
   return jnp.where(scaled, advantages * factor, advantages)
 
 
-register.prompt_source("hints", Hints)
-choices.ESTIMATORS["hinted"] = choices.after("group", hinted)
+def adhint(
+  algorithm: Algorithm,
+  s: Settings,
+  *,
+  most: float = 0.8,
+  least: float = 0.0,
+  enough: float = 0.75,
+) -> Algorithm:
+  """Draws hard prompts again with hints, and scales advantages by their gain.
+
+  Args:
+    algorithm: an algorithm with group baselines.
+    s: settings of the run.
+    most: Fraction of a solution given at an accuracy of 0.
+    least: Fraction of a solution given at an accuracy of 1.
+    enough: Accuracy from which a prompt gets no hint.
+  """
+  del s
+  return algorithm.change(
+    advantages=then(algorithm.advantages, part(hinted)),
+    prompts=Hints,
+    prompt_settings={"most": most, "least": least, "enough": enough},
+  )

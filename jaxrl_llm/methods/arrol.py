@@ -20,7 +20,10 @@ import math
 
 import numpy as np
 
-from jaxrl_llm.learner import choices
+from jaxrl_llm import config
+from jaxrl_llm.errors import InputError, check_number
+from jaxrl_llm.learner import Algorithm, Settings
+from jaxrl_llm.methods import poise
 from jaxrl_llm.types import Pruning, Rollout
 
 
@@ -55,10 +58,28 @@ def surplus(rollout: Rollout, values: np.ndarray, *, keep: float) -> np.ndarray:
   return drop
 
 
-def make_pruning(schedule) -> Pruning:
-  """Makes the pruning rule of a config group `schedule`."""
-  drop = functools.partial(surplus, keep=schedule["prune_keep"])
-  return Pruning(schedule["prune_at"], "poise_values", drop)
+def arrol(
+  algorithm: Algorithm, s: Settings, *, at: int = 16, keep: float = 0.5
+) -> Algorithm:
+  """Drops the responses about which a probe is least certain.
 
-
-choices.PRUNINGS["arrol"] = make_pruning
+  Args:
+    algorithm: any algorithm.
+    s: settings of the run.
+    at: New tokens of a response after which it may be dropped, at least 1.
+    keep: Fraction of a group's responses that continue, above 0.
+  """
+  check_number("at", at, f"[1, {s.sampler.max_response_length - 1}]")
+  check_number("keep", keep, "(0, 1]")
+  keys = "schedule.stop", "schedule.window", "schedule.streaming"
+  why = "pruning compares the responses of whole groups"
+  config.exclude(s, keys, why + "; use {key}={value!r}")
+  if s.schedule.lag and s.schedule.overlap:
+    raise InputError(
+      "the learner's models cannot be read during an update; use"
+      " schedule.overlap=False"
+    )
+  drop = functools.partial(surplus, keep=keep)
+  return poise.with_probe(algorithm).change(
+    pruning=Pruning(at, "poise_values", drop)
+  )

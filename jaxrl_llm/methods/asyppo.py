@@ -5,7 +5,7 @@
 Differs from PPO in that each prompt always trains the same one of the two
 critics, so that their disagreement estimates the critic's error. A mini-batch
 without a prompt of its half leaves a critic as it is. Tokens where
-they agree most (the fraction `estimator.agree_share` of a batch) carry no
+they agree most (the fraction `agree_share` of a batch) carry no
 policy loss: their advantages are small or certain, so they are uninformative.
 The critics may be smaller than the policy (`value.init_from`).
 
@@ -13,15 +13,15 @@ Reference: AsyPPO 2025, arXiv:2510.01656. Not implemented: excluding tokens of
 high disagreement from the entropy bonus. Both critics compute all rows.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import register
-from jaxrl_llm.learner import build_algorithm, choices, providers
+from jaxrl_llm.errors import InputError, check_number
+from jaxrl_llm.learner import Algorithm, Ensemble, Part, Settings, part
 from jaxrl_llm.learner.algorithm import OF_THE_UPDATE
-from jaxrl_llm.learner.parts import Part
 from jaxrl_llm.models import PackedRows, Params, ValueFns
 
 NAMES = ("first", "second")
@@ -100,7 +100,31 @@ def without_agreement(
   return mask & (disagreement >= jnp.nanquantile(known, agree_share))
 
 
-choices.ENSEMBLES["halves"] = choices.Ensemble(make, on_own_half)
-choices.MASKS["agree_share"] = without_agreement
-build_algorithm.add_leaf("disagreement", providers.PROVIDERS["values"])
-register.token_input("second_half", second_half)
+def asyppo(
+  algorithm: Algorithm, s: Settings, *, agree_share: float = 0.0
+) -> Algorithm:
+  """Makes two critics of one, each trained on half of the prompts.
+
+  Args:
+    algorithm: an algorithm with a critic.
+    s: settings of the run.
+    agree_share: Fraction of a batch's tokens to leave out of the policy loss:
+      those where the critics agree most.
+  """
+  check_number("agree_share", agree_share, "[0, 1)")
+  critic = algorithm.critic
+  if critic is None:
+    raise InputError("'asyppo' needs a critic; use estimator.name='gae'")
+  if s.loss.clip_value:
+    raise InputError(
+      "the mean of the critics is not the old value of any of them; use"
+      " loss.clip_value=None"
+    )
+  mask = part(without_agreement, {"agree_share": agree_share})
+  return algorithm.change(
+    critic=dataclasses.replace(critic, ensemble=Ensemble(make, on_own_half)),
+    inputs={"second_half": part(second_half)},
+    providers={"disagreement": algorithm.providers["values"]},
+    masks=(mask,) if agree_share else (),
+    whole_batch=algorithm.whole_batch or agree_share > 0,
+  )

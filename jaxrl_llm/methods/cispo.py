@@ -9,6 +9,11 @@ has no lower bound; here both are settings.
 Reference: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, equations 4 and 5.
 """
 
-from jaxrl_llm import losses, register
+from jaxrl_llm import losses
+from jaxrl_llm.learner import Algorithm, Settings, part
 
-register.loss("cispo", losses.cispo_loss, old_logprobs="proximal_logprobs")
+
+def cispo(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Clips importance weights."""
+  loss = part(losses.cispo_loss, s.loss, old_logprobs="proximal_logprobs")
+  return algorithm.change(policy_loss=loss)

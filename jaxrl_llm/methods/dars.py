@@ -18,11 +18,10 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm import register
 from jaxrl_llm.data.curriculum import results_of
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.errors import check_choice
-from jaxrl_llm.learner import estimates
+from jaxrl_llm.learner import Algorithm, Settings, estimates, part
 
 # Name -> (p -> factor of the signal, maximum responses as a multiple of n).
 _SIGNALS = {"equal": (lambda p: 1.0, 4), "hard": (lambda p: 2 * (1 - p), 8)}
@@ -43,9 +42,8 @@ def more_tries(right: int, tries: int, signal: str) -> int:
 class Dars(PromptSource):
   """Draws hard prompts again in the same step."""
 
-  def __init__(self, *args: Any, signal: str = "equal", **settings: Any):
+  def __init__(self, *args: Any, signal: str, **settings: Any):
     super().__init__(*args, **settings)
-    check_choice("signal", signal, _SIGNALS)
     self._signal = signal
 
   def again(self, state, judged):
@@ -67,5 +65,22 @@ def by_example(token_rewards, mask, example_id, judged) -> jax.Array:
   return estimates.per_token(rewards - mean, mask)
 
 
-register.prompt_source("dars", Dars)
-register.estimator("example", by_example)
+def dars(
+  algorithm: Algorithm, s: Settings, *, signal: str = "equal"
+) -> Algorithm:
+  """Draws hard prompts again; all responses to a prompt share a baseline.
+
+  Args:
+    algorithm: an algorithm without a critic.
+    s: settings of the run.
+    signal: Expected signal of a hard prompt: 'equal' to that of a prompt with
+      p = 1/2, or 'hard', larger.
+  """
+  del s
+  check_choice("signal", signal, _SIGNALS)
+  return algorithm.change(
+    advantages=part(by_example),
+    critic=None,
+    prompts=Dars,
+    prompt_settings={"signal": signal},
+  )

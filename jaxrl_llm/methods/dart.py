@@ -14,6 +14,8 @@ collects the responses itself and adds one instead of replacing one.
 import numpy as np
 
 from jaxrl_llm.data import replay
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Algorithm, Settings
 from jaxrl_llm.types import Responses, ended, join_rows, take_rows
 
 
@@ -68,4 +70,17 @@ class Successes(replay.Replay):
     return added.replace(rollout=added.rollout.replace(**ids))
 
 
-replay.REPLAYS["unsolved"] = Successes
+def dart(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Adds a stored correct response to the groups of unsolved prompts."""
+  if not s.schedule.replay:
+    raise InputError("there is no store; set schedule.replay above 0")
+  if s.schedule.dynamic_sampling:
+    raise InputError(
+      "dynamic sampling drops unsolved groups; use"
+      " schedule.dynamic_sampling=False"
+    )
+  if "mc_grpo" in s.method.use:
+    raise InputError(
+      "a group with a stored response has no median; choose 'dart' or 'mc_grpo'"
+    )
+  return algorithm.change(replay=Successes)

@@ -18,8 +18,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import distributions, losses, masked, register
-from jaxrl_llm.learner import choices
+from jaxrl_llm import distributions, losses, masked
+from jaxrl_llm.learner import Algorithm, Settings, part
 
 
 def clip_off_policy_mask_loss(
@@ -81,9 +81,20 @@ def unbiased_kl(
   return jnp.exp(log_ratio) * losses.kl_k3(logprobs, ref_logprobs)
 
 
-register.loss(
-  "clip_off_policy_mask",
-  clip_off_policy_mask_loss,
-  old_logprobs="proximal_logprobs",
-)
-choices.KL_ESTIMATES["unbiased"] = unbiased_kl
+def deepseek_v3_2(
+  algorithm: Algorithm, s: Settings, *, delta: float = 0.5
+) -> Algorithm:
+  """Masks off-policy responses, and makes the KL loss unbiased if there is one.
+
+  Args:
+    algorithm: any algorithm.
+    s: settings of the run.
+    delta: Largest mean of log(π_old / π) over a response that is kept.
+  """
+  bounds = {**s.loss, "delta": delta}
+  fn = clip_off_policy_mask_loss
+  loss = part(fn, bounds, old_logprobs="proximal_logprobs")
+  kl = {}
+  if biased := algorithm.auxiliary.get("kl"):
+    kl["kl"] = biased._replace(loss=part(unbiased_kl))
+  return algorithm.change(policy_loss=loss, auxiliary=kl)

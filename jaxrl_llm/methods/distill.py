@@ -13,39 +13,46 @@ Reference: Thinking Machines Lab 2025, "On-Policy Distillation"; Agarwal et al.
 
 import numpy as np
 
-from jaxrl_llm import estimators, register
+from jaxrl_llm import estimators
+from jaxrl_llm.config import Path
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import choices, parts, providers
+from jaxrl_llm.learner import Algorithm, Settings, part, providers
 
 _COLUMN = "teacher"
 
 
-def _directories(settings: choices.Settings) -> list[str]:
-  """Returns the directories of the teachers, in order."""
-  paths = settings["teachers"] if "teachers" in settings else ""
-  return [path for path in str(paths).split(",") if path]
+def distill(
+  algorithm: Algorithm, s: Settings, *, teachers: Path = ""
+) -> Algorithm:
+  """Takes the advantages from one teacher, or from the teacher of each row.
 
-
-def make_teachers(settings: choices.Settings) -> dict[str, str]:
-  """Returns the directories of the teachers by name.
+  Args:
+    algorithm: any algorithm; its critic is dropped.
+    s: settings of the run.
+    teachers: Directory of the teacher, or several separated by commas.
 
   Raises:
-    InputError: There are no teachers.
+    InputError: There is no teacher.
   """
-  paths = _directories(settings)
+  del s
+  paths = [path for path in teachers.split(",") if path]
   if not paths:
     raise InputError(
-      "config.estimator.settings: 'distillation' needs a teacher; give its"
-      " directory, {'teachers': DIR}, or several separated by commas"
+      "'distill' needs a teacher; give method.distill.teachers its directory,"
+      " or several separated by commas"
     )
-  return {f"teacher_{i}": path for i, path in enumerate(paths)}
-
-
-def make_estimator(settings: choices.Settings) -> parts.Part:
-  """Returns the part that reads the only teacher, or each row's teacher."""
-  several = len(_directories(settings)) > 1
-  name = "chosen_teacher_logprobs" if several else "teacher_logprobs"
-  return parts.part(estimators.teacher_advantages, teacher_logprobs=name)
+  names = [f"teacher_{i}" for i in range(len(paths))]
+  fn, column = (teacher_logprobs, ())
+  if len(paths) > 1:
+    fn, column = chosen_teacher_logprobs, (providers.COLUMN + _COLUMN,)
+  return algorithm.change(
+    advantages=part(estimators.teacher_advantages),
+    critic=None,
+    frozen=dict(zip(names, paths)),
+    providers=providers.provider(
+      "teacher_logprobs", fn, "policy", *names, *column
+    ),
+  )
 
 
 def teacher_logprobs(scoring: providers.Scoring) -> np.ndarray:
@@ -67,7 +74,7 @@ def chosen_teacher_logprobs(scoring: providers.Scoring) -> np.ndarray:
     raise InputError(
       f"row {ids[wrong[0]]} of the data: column {_COLUMN!r} is"
       f" {chosen[wrong[0]]:g}; give 0 to {count - 1}, the index of its teacher"
-      " in config.estimator.settings"
+      " in config.method.distill.teachers"
     )
   return _scores(scoring, chosen)
 
@@ -84,15 +91,3 @@ def _scores(scoring: providers.Scoring, chosen: np.ndarray) -> np.ndarray:
     scored = scoring.tokens(name, providers.LOGPROBS, rows=theirs)
     out[theirs] = scored[theirs]
   return out
-
-
-choices.ESTIMATORS["distillation"] = make_estimator
-choices.FROZEN["teachers"] = make_teachers
-register.leaf(
-  "teacher_logprobs", teacher_logprobs, needs=("policy", "teachers")
-)
-register.leaf(
-  "chosen_teacher_logprobs",
-  chosen_teacher_logprobs,
-  needs=("policy", "teachers", providers.COLUMN + _COLUMN),
-)

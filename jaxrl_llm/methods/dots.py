@@ -16,8 +16,9 @@ from typing import Any
 import chex
 import numpy as np
 
-from jaxrl_llm import register
 from jaxrl_llm.data.curriculum import Curriculum, results_of
+from jaxrl_llm.errors import check_number
+from jaxrl_llm.learner import Algorithm, Settings
 
 
 @chex.dataclass(frozen=True)
@@ -31,9 +32,7 @@ class Rates:
 class TargetRate(Curriculum):
   """Draws prompts by the distance of their solve rate from a target."""
 
-  def __init__(
-    self, *args: Any, target: float = 0.5, tau: float = 0.1, **settings: Any
-  ):
+  def __init__(self, *args: Any, target: float, tau: float, **settings: Any):
     super().__init__(*args, **settings)
     self._target, self._tau = target, tau
 
@@ -51,4 +50,25 @@ class TargetRate(Curriculum):
     return state.replace(rate=rate)
 
 
-register.prompt_source("target_rate", TargetRate)
+def dots(
+  algorithm: Algorithm,
+  s: Settings,
+  *,
+  target: float = 0.5,
+  tau: float = 0.1,
+  explore: float = 0.1,
+) -> Algorithm:
+  """Prefers prompts with solve rates near a target.
+
+  Args:
+    algorithm: any algorithm.
+    s: settings of the run.
+    target: Solve rate that is preferred.
+    tau: Temperature of the preference, in units of the solve rate.
+    explore: Expected fraction of prompts that are drawn uniformly.
+  """
+  del s
+  check_number("tau", tau, "(0, inf)")
+  check_number("explore", explore, "[0, 1]")
+  settings = {"target": target, "tau": tau, "explore": explore}
+  return algorithm.change(prompts=TargetRate, prompt_settings=settings)

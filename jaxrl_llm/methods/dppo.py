@@ -18,7 +18,9 @@ Reference: DPPO 2026, arXiv:2602.04879.
 import chex
 import jax.numpy as jnp
 
-from jaxrl_llm import losses, register
+from jaxrl_llm import losses
+from jaxrl_llm.errors import check_choice
+from jaxrl_llm.learner import Algorithm, Settings, part
 
 
 def dppo_tv_loss(
@@ -66,5 +68,29 @@ def _loss(logprobs, old_logprobs, advantages, divergence, delta, cap):
   )
 
 
-register.loss("dppo_tv", dppo_tv_loss, old_logprobs="proximal_logprobs")
-register.loss("dppo_kl", dppo_kl_loss, old_logprobs="proximal_logprobs")
+LOSSES = {"tv": dppo_tv_loss, "kl": dppo_kl_loss}
+
+
+def dppo(
+  algorithm: Algorithm,
+  s: Settings,
+  *,
+  divergence: str = "tv",
+  delta: float | None = None,
+  cap: float = 20.0,
+) -> Algorithm:
+  """Rejects tokens whose distribution has moved too far.
+
+  Args:
+    algorithm: any algorithm.
+    s: settings of the run.
+    divergence: Total variation ('tv') or KL divergence ('kl') of a token.
+    delta: Divergence above which a token may not move further away; None is
+      0.2 for 'tv' and 0.05 for 'kl'.
+    cap: Largest importance weight.
+  """
+  del s
+  check_choice("divergence", divergence, LOSSES)
+  bounds = {"cap": cap} if delta is None else {"cap": cap, "delta": delta}
+  loss = part(LOSSES[divergence], bounds, old_logprobs="proximal_logprobs")
+  return algorithm.change(policy_loss=loss)

@@ -15,8 +15,9 @@ Reference: Dynamics-predictive sampling 2026 (DPS), arXiv:2603.10887.
 import chex
 import numpy as np
 
-from jaxrl_llm import register
 from jaxrl_llm.data.curriculum import Curriculum, results_of
+from jaxrl_llm.errors import check_number
+from jaxrl_llm.learner import Algorithm, Settings
 
 _MIXED = 1  # The outcomes of a group are none, some (mixed) and all.
 
@@ -71,4 +72,16 @@ class Dps(Curriculum):
     )
 
 
-register.prompt_source("dps", Dps)
+def dps(
+  algorithm: Algorithm, s: Settings, *, explore: float = 0.1
+) -> Algorithm:
+  """Draws the prompts whose groups are most likely to be mixed.
+
+  Args:
+    algorithm: any algorithm.
+    s: settings of the run.
+    explore: Expected fraction of prompts that are drawn uniformly.
+  """
+  del s
+  check_number("explore", explore, "[0, 1]")
+  return algorithm.change(prompts=Dps, prompt_settings={"explore": explore})

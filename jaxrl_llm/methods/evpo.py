@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked
-from jaxrl_llm.learner import choices, estimates
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Algorithm, Settings, estimates, part, then
 
 
-def evpo(
+def advantages_if_explained(
   advantages, token_rewards, mask, groups, values, returns, value_mask
 ) -> jax.Array:
   """GAE, or rewards minus their mean if the critic explains nothing, [B, T].
@@ -41,4 +42,9 @@ def evpo(
   return jnp.where(explained > 0, advantages, by_mean)
 
 
-choices.ESTIMATORS["evpo"] = choices.after("gae", evpo)
+def evpo(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Uses the critic as the baseline only while it explains the returns."""
+  if algorithm.critic is None:
+    raise InputError("'evpo' needs a critic; use estimator.name='gae'")
+  advantages = then(algorithm.advantages, part(advantages_if_explained))
+  return algorithm.change(advantages=advantages, whole_batch=True)

@@ -2,7 +2,7 @@
 
     D = Σ_t (w_t − 1 − log w_t),   w_t = π_old(a_t) / π_other(a_t)
 
-over the tokens of a response. Where D is above `loss.max_distance`, tokens with
+over the tokens of a response. Where D is above `max_distance`, tokens with
 A < 0 carry no loss: it would only push the policy away from tokens that it is
 unlikely to sample. Such responses still count in the baselines. Responses of
 the run itself are never masked.
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import losses
-from jaxrl_llm.learner import choices
+from jaxrl_llm.errors import InputError, check_number
+from jaxrl_llm.learner import Algorithm, Settings, part
 from jaxrl_llm.types import Origin
 
 
@@ -37,4 +38,22 @@ def without_far(
   return mask & ~(far & (advantages < 0))
 
 
-choices.MASKS["max_distance"] = without_far
+def f_tis(
+  algorithm: Algorithm, s: Settings, *, max_distance: float = 5.0
+) -> Algorithm:
+  """Masks tokens with negative advantages in distant responses of others.
+
+  Args:
+    algorithm: any algorithm.
+    s: settings of the run.
+    max_distance: Distance from the policy, summed over the tokens of a
+      response, above which it is masked.
+  """
+  check_number("max_distance", max_distance, "(0, inf)")
+  if s.estimator.normalize != "none":
+    raise InputError(
+      "the normalized advantages would depend on a mask that depends on them;"
+      " use estimator.normalize='none'"
+    )
+  mask = part(without_far, {"max_distance": max_distance})
+  return algorithm.change(masks=(mask,))

@@ -10,39 +10,44 @@ over the tokens of the batch here and over its responses in the paper.
 Reference: GDPO 2026, arXiv:2601.05242.
 """
 
+from collections.abc import Mapping
+
 import jax
 
 from jaxrl_llm import estimators
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import choices, estimates, parts, providers
+from jaxrl_llm.learner import Algorithm, Part, Settings, estimates, providers
 
 
-def make_estimator(settings: choices.Settings) -> parts.Part:
-  """Returns the part that reads the parts of the reward in its settings.
+def gdpo(
+  algorithm: Algorithm, s: Settings, *, parts: Mapping[str, float] = {}
+) -> Algorithm:
+  """Normalises each part of the reward by itself.
+
+  Args:
+    algorithm: any algorithm; its critic is dropped.
+    s: settings of the run.
+    parts: Weight of each part of the reward, by name.
 
   Raises:
-    InputError: The settings have no parts.
+    InputError: There are no parts.
   """
-  weights = dict(settings["parts"]) if "parts" in settings else {}
-  if not weights:
+  if not parts:
     raise InputError(
-      "config.estimator.settings: 'gdpo' needs the parts of the reward and"
-      " their weights, as in {'parts': {'right': 1.0, 'format': 0.5}}"
+      "'gdpo' needs the parts of the reward and their weights; give"
+      " method.gdpo.parts such as {'right': 1.0, 'format': 0.5}"
     )
-  epsilon = settings["epsilon"]
+  epsilon = s.estimator.epsilon
 
-  def gdpo(mask, groups, *rewards) -> jax.Array:
+  def advantages(mask, groups, *rewards) -> jax.Array:
     total = sum(
       weight
       * estimators.group_relative(
         reward, groups, num_groups=groups.shape[0], epsilon=epsilon
       )
-      for weight, reward in zip(weights.values(), rewards, strict=True)
+      for weight, reward in zip(parts.values(), rewards, strict=True)
     )
     return estimates.per_token(total, mask)
 
-  names = (f"{providers.PART}{name}" for name in weights)
-  return parts.Part(gdpo, ("mask", "groups", *names))
-
-
-choices.ESTIMATORS["gdpo"] = make_estimator
+  reads = ("mask", "groups", *(f"{providers.PART}{name}" for name in parts))
+  return algorithm.change(advantages=Part(advantages, reads), critic=None)

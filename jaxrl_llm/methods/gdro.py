@@ -17,8 +17,8 @@ from typing import Any
 import chex
 import numpy as np
 
-from jaxrl_llm import register
 from jaxrl_llm.data.curriculum import Curriculum, results_of
+from jaxrl_llm.learner import Algorithm, Settings
 
 _BINS = 10
 _FEWEST = 2  # Responses to a prompt: a single one has no group baseline.
@@ -102,4 +102,7 @@ class Gdro(Curriculum):
     return state.replace(rate=rate, variance=variance)
 
 
-register.prompt_source("gdro", Gdro)
+def gdro(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Allocates more responses to prompts whose rewards vary most."""
+  del s
+  return algorithm.change(prompts=Gdro)

@@ -10,6 +10,11 @@ about a thousandth of PPO's.
 Reference: Zheng et al. 2025, arXiv:2507.18071, equations 5 to 7, 13 and 14.
 """
 
-from jaxrl_llm import losses, register
+from jaxrl_llm import losses
+from jaxrl_llm.learner import Algorithm, Settings, part
 
-register.loss("gspo", losses.gspo_loss, old_logprobs="proximal_logprobs")
+
+def gspo(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Takes one ratio per response."""
+  loss = part(losses.gspo_loss, s.loss, old_logprobs="proximal_logprobs")
+  return algorithm.change(policy_loss=loss)

@@ -7,17 +7,27 @@
 Differs from DAPO in the group statistics, which weight a response by its number
 of tokens; in the clip range and the advantage of a token, which depend on its
 entropy relative to the batch; and in the sampling temperature. The published
-code has the opposite sign for low-entropy tokens (`loss.hapo_sign`).
+code has the opposite sign for low-entropy tokens (`sign`).
 
 Reference: HAPO 2025, arXiv:2509.16591.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import distributions, estimators, losses, register
-from jaxrl_llm.learner import estimates
+from jaxrl_llm import distributions, estimators, losses
+from jaxrl_llm.errors import check_choice, check_number
+from jaxrl_llm.estimators import entropy
+from jaxrl_llm.learner import (
+  Algorithm,
+  ProcessorSpec,
+  Settings,
+  estimates,
+  part,
+)
 
 
 def token_group(
@@ -34,12 +44,10 @@ def token_group(
   return estimates.per_token(relative, mask)
 
 
-def entropy_code(entropies, policy_mask, *, hapo_sign) -> jax.Array:
+def entropy_code(entropies, policy_mask, *, sign) -> jax.Array:
   """Entropy code of every token relative to its batch, [B, T] in [-1, 1]."""
   statistics = estimators.entropy_statistics(entropies, policy_mask)
-  return estimators.entropy_code(
-    entropies, policy_mask, statistics, sign=hapo_sign
-  )
+  return estimators.entropy_code(entropies, policy_mask, statistics, sign=sign)
 
 
 def entropy_clip(
@@ -65,7 +73,7 @@ def entropy_clip(
   )
 
 
-def adaptive_temperature(distribution, context, statistics, *, entropy_tau):
+def adaptive_temperature(distribution, context, statistics, *, tau):
   """Adapts the temperature to a token's entropy, T (1 + τ h).
 
   h is computed with the statistics of the previous batch.
@@ -79,19 +87,40 @@ def adaptive_temperature(distribution, context, statistics, *, entropy_tau):
     entropies, jnp.ones(entropies.shape, bool), statistics
   )
   temperature = estimators.adaptive_temperature(
-    code, temperature=temperature, tau=entropy_tau
+    code, temperature=temperature, tau=tau
   )
   return distribution._replace(temperature=temperature)
 
 
-register.estimator("token_group", token_group)
-register.token_input("entropy_code", entropy_code)
-register.loss("hapo", entropy_clip)
-register.logits_processor(
-  "entropy_tau",
-  adaptive_temperature,
-  state=lambda entropies, policy_mask: estimators.entropy_statistics(
-    entropies, policy_mask
-  ),
-  initial=estimators.EntropyStatistics(*[np.zeros((), np.float32)] * 4),
-)
+def hapo(
+  algorithm: Algorithm,
+  s: Settings,
+  *,
+  tau: float = 0.05,
+  sign: str = "intended",
+) -> Algorithm:
+  """Group statistics by token; clip range and temperature by entropy.
+
+  Args:
+    algorithm: any algorithm; its critic is dropped.
+    s: settings of the run.
+    tau: Adapts the sampling temperature T to T (1 + tau h), where h in [-1, 1]
+      is the entropy code of the token. 0 keeps T.
+    sign: Sign of the entropy code at low entropy: 'intended' as in the paper,
+      'released' as in the authors' code.
+  """
+  check_number("tau", tau, "[0, 1)")
+  check_choice("sign", sign, entropy.SIGNS)
+  temperature = ProcessorSpec(
+    functools.partial(adaptive_temperature, tau=tau),
+    state=part(estimators.entropy_statistics, mask="policy_mask"),
+    initial=estimators.EntropyStatistics(*[np.zeros((), np.float32)] * 4),
+  )
+  return algorithm.change(
+    advantages=part(token_group, s.estimator),
+    critic=None,
+    policy_loss=part(entropy_clip, s.loss),
+    inputs={"entropy_code": part(entropy_code, {"sign": sign})},
+    processors={"entropy_tau": temperature} if tau else {},
+    whole_batch=True,
+  )

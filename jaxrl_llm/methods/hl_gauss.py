@@ -4,12 +4,12 @@
     L = -Σ_k p_k log softmax(z)_k,  p a Gaussian around the return
 
 Differs from the critics of PPO and VAPO in the head and its loss,
-classification instead of regression. Selected by value.head='categorical', with
-any estimator that has a critic.
+classification instead of regression.
 
 Reference: Farebrother et al. 2024, arXiv:2403.03950.
 """
 
+import dataclasses
 import math
 
 import chex
@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import losses
-from jaxrl_llm.errors import check_number
-from jaxrl_llm.learner import choices
-from jaxrl_llm.learner.parts import part
-from jaxrl_llm.models import VALUE_HEADS, ValueHead
+from jaxrl_llm.errors import InputError, check_number
+from jaxrl_llm.learner import Algorithm, Settings, part
+from jaxrl_llm.models import ValueHead
 
 
 class CategoricalHead(ValueHead):
@@ -93,9 +92,43 @@ def categorical_value_loss(
   return losses.ClippedValueLoss(loss, jnp.zeros(loss.shape, bool))
 
 
-VALUE_HEADS["categorical"] = lambda value: CategoricalHead(
-  value["bins"], (value["low"], value["high"])
-)
-choices.VALUE_LOSSES["categorical"] = lambda config: part(
-  categorical_value_loss, config["value"]
-)
+def hl_gauss(
+  algorithm: Algorithm,
+  s: Settings,
+  *,
+  low: float = -2.0,
+  high: float = 2.0,
+  bins: int = 51,
+  sigma: float = 0.75,
+) -> Algorithm:
+  """Lets the critic predict a distribution over bins.
+
+  Args:
+    algorithm: an algorithm with a critic.
+    s: settings of the run.
+    low: Lower edge of the first bin.
+    high: Upper edge of the last bin. Returns should lie several bins inside the
+      edges.
+    bins: Number of bins, 2 to 4096.
+    sigma: Width of the targets in bin widths.
+  """
+  check_number("bins", bins, "[2, 4096]")
+  check_number("sigma", sigma, "(0, inf)")
+  if algorithm.critic is None:
+    raise InputError("'hl_gauss' needs a critic; use estimator.name='gae'")
+  if s.loss.clip_value:
+    raise InputError(
+      "a distribution over bins cannot be clipped; use loss.clip_value=None"
+    )
+  worst = s.reward.incorrect
+  worst -= s.reward.overlong_factor if s.reward.overlong_buffer else 0.0
+  if not low < worst < s.reward.correct < high:
+    raise InputError(
+      f"the bins must cover the rewards, {worst:g} to {s.reward.correct:g},"
+      " with a margin; change method.hl_gauss.low and .high"
+    )
+  edges = {"low": low, "high": high, "sigma": sigma}
+  loss = part(categorical_value_loss, edges)
+  head = CategoricalHead(bins, (low, high))
+  critic = dataclasses.replace(algorithm.critic, loss=loss, head=head)
+  return algorithm.change(critic=critic)

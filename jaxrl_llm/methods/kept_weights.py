@@ -10,20 +10,19 @@ with them.
 """
 
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import register, sharding
-from jaxrl_llm.learner import choices, providers
+from jaxrl_llm import config, sharding
+from jaxrl_llm.errors import InputError, check_choice, check_number
+from jaxrl_llm.learner import Algorithm, Settings, core, providers
 from jaxrl_llm.learner.members import Companion, Member
 
 
 def make(
-  policy: Member, mesh: jax.sharding.Mesh, settings: Mapping[str, Any]
+  policy: Member, mesh: jax.sharding.Mesh, *, versions: int, dtype: str
 ) -> Companion:
   """Makes the companion that keeps the last K trained parameters, [K, ...].
 
@@ -33,11 +32,10 @@ def make(
   Args:
     policy: the policy.
     mesh: mesh of the policy.
-    settings: `keep_weights`, the stored dtype (any but float32 rounds the
-      weights), and `versions`, K >= 1.
+    versions: K, at least 1.
+    dtype: stored data type; any but float32 rounds the weights.
   """
   del mesh
-  versions, dtype = settings["versions"], jnp.dtype(settings["keep_weights"])
 
   def init(params):
     copies = lambda x: jnp.broadcast_to(x.astype(dtype), (versions, *x.shape))
@@ -91,7 +89,63 @@ def writer_logprobs(scoring: providers.Scoring) -> np.ndarray:
   return out
 
 
-choices.COMPANIONS["kept"] = make
-register.leaf(
-  "writer_logprobs", writer_logprobs, needs=("policy", "kept", "old_logprobs")
-)
+def kept_weights(
+  algorithm: Algorithm,
+  s: Settings,
+  *,
+  dtype: str = "float32",
+  mismatch_high: float = 2.0,
+) -> Algorithm:
+  """Corrects for writer/behavior and for proximal/writer, each in its bounds.
+
+  Costs memory for the weights of all versions in a batch, and a scoring pass
+  for each.
+
+  Args:
+    algorithm: an algorithm with an off-policy correction.
+    s: settings of the run.
+    dtype: Data type of the kept weights, 'float32' or 'bfloat16'.
+    mismatch_high: Upper bound of writer/behavior; off_policy.high then bounds
+      proximal/writer.
+  """
+  check_choice("dtype", dtype, ("float32", "bfloat16"))
+  check_number("mismatch_high", mismatch_high, "[1, inf)")
+  kind, high = core.correction_of(s)
+  versions = config.most_staleness(s)
+  if s.off_policy.correction == "none":
+    raise InputError(
+      "only a correction uses kept weights; use off_policy.correction='auto'"
+    )
+  if not versions:
+    raise InputError(
+      "all tokens are from the newest weights; set schedule.lag, or"
+      " schedule.stop='first_groups'"
+    )
+  if s.schedule.replay:
+    raise InputError(
+      "replayed tokens are older than kept weights; use schedule.replay=0"
+    )
+  writer = {"proximal_logprobs": "writer_logprobs"}
+  stale = {"behavior_logprobs": "writer_logprobs"}
+
+  def check(final: Algorithm) -> None:
+    own = "staleness" in final.corrections
+    if not own or final.proximal != "old_logprobs":
+      raise InputError(
+        "staleness is measured from the policy at the start of the update; use"
+        " off_policy.proximal='recompute', and no method with its own"
+      )
+
+  return algorithm.change(
+    corrections={
+      "mismatch": core.importance(s, kind, mismatch_high, **writer),
+      "staleness": core.importance(s, kind, high, **stale),
+    },
+    companions={
+      "kept": functools.partial(make, versions=versions, dtype=dtype)
+    },
+    providers=providers.provider(
+      "writer_logprobs", writer_logprobs, "policy", "kept", "old_logprobs"
+    ),
+    checks=(check,),
+  )

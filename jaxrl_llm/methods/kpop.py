@@ -15,7 +15,8 @@ Reference: Guo et al. 2026 (KPop), https://ringtech.notion.site/kpop.
 import chex
 import jax.numpy as jnp
 
-from jaxrl_llm import losses, register
+from jaxrl_llm import losses
+from jaxrl_llm.learner import Algorithm, Settings, part
 
 
 def kpop_loss(
@@ -45,4 +46,17 @@ def kpop_loss(
   )
 
 
-register.loss("kpop", kpop_loss, old_logprobs="proximal_logprobs")
+def kpop(
+  algorithm: Algorithm, s: Settings, *, delta: float = 0.05
+) -> Algorithm:
+  """Trains on the tokens whose two KLs are small.
+
+  Args:
+    algorithm: any algorithm.
+    s: settings of the run.
+    delta: Largest KL at which a token is trained on.
+  """
+  del s
+  bound = {"delta": delta}
+  loss = part(kpop_loss, bound, old_logprobs="proximal_logprobs")
+  return algorithm.change(policy_loss=loss)

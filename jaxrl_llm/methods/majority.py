@@ -11,9 +11,10 @@ import collections
 from collections.abc import Sequence
 
 from jaxrl_llm import rewards
+from jaxrl_llm.learner import Algorithm, Settings
 
 
-def majority(
+def has_majority(
   texts: Sequence[str], verdicts: Sequence[rewards.Verdict]
 ) -> list[bool]:
   """Returns whether each response of a group has the majority's answer."""
@@ -24,4 +25,7 @@ def majority(
   return [answer is not None and answer == label for answer in answers]
 
 
-rewards.GROUP_REWARDS["majority"] = majority
+def majority(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Rewards the most frequent answer of a group."""
+  del s
+  return algorithm.change(group_reward=has_majority)

@@ -13,11 +13,12 @@ Reference: Tajwar et al. 2026, arXiv:2602.02710.
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import estimators, register
-from jaxrl_llm.learner import estimates
+from jaxrl_llm import estimators
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Algorithm, Settings, estimates, part
 
 
-def maxrl(token_rewards, mask, groups) -> jax.Array:
+def in_means(token_rewards, mask, groups) -> jax.Array:
   """Rewards minus the group's mean, divided by that mean, [B, T]."""
   rewards = estimates.outcome(token_rewards)
   centered = estimators.group_relative(
@@ -30,4 +31,18 @@ def maxrl(token_rewards, mask, groups) -> jax.Array:
   return estimates.per_token(advantages, mask)
 
 
-register.estimator("maxrl", maxrl)
+def maxrl(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Divides advantages by the mean reward of the group."""
+  negative = {
+    "reward.incorrect": s.reward.incorrect < 0,
+    "reward.overlong_buffer": s.reward.overlong_buffer,
+    "loss.kl_reward_coefficient": s.loss.kl_reward_coefficient,
+  }
+  for key, below in negative.items():
+    if below:
+      raise InputError(
+        "'maxrl' divides by the mean reward, so rewards must not be negative;"
+        f" use {key}=0"
+      )
+  advantages = part(in_means)
+  return algorithm.change(advantages=advantages, critic=None, lowest_reward=0.0)

@@ -13,7 +13,8 @@ Reference: MC-GRPO 2026, arXiv:2601.22582.
 import jax
 
 from jaxrl_llm import estimators
-from jaxrl_llm.learner import choices, estimates
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Algorithm, Settings, estimates, part
 
 
 def without_pivot(mask, token_rewards, groups) -> jax.Array:
@@ -24,4 +25,15 @@ def without_pivot(mask, token_rewards, groups) -> jax.Array:
   return mask & ~pivot[:, None]
 
 
-choices.MASKS["drop_pivot"] = without_pivot
+def mc_grpo(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Leaves each group's median response out of the policy loss."""
+  if (s.estimator.name, s.estimator.center) != ("group", "median"):
+    raise InputError(
+      "the pivot is a group's median; use estimator.name='group' and"
+      " estimator.center='median'"
+    )
+  if s.data.group_size % 2 == 0:
+    raise InputError(
+      "only groups of odd size have a median response; change data.group_size"
+    )
+  return algorithm.change(masks=(part(without_pivot),))

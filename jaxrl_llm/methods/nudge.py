@@ -18,18 +18,15 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm import register
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Example
-from jaxrl_llm.learner import estimates
+from jaxrl_llm.learner import Algorithm, Settings, estimates, part
 
 
 class Contexts(PromptSource):
   """Draws every prompt once in each context."""
 
-  def __init__(
-    self, *args: Any, contexts: Sequence[str] = ("",), **settings: Any
-  ):
+  def __init__(self, *args: Any, contexts: Sequence[str], **settings: Any):
     super().__init__(*args, **settings)
     self._contexts = tuple(contexts)
 
@@ -57,7 +54,7 @@ class Contexts(PromptSource):
 
 
 def inter_intra(
-  token_rewards, mask, groups, example_id, judged, *, between: float = 1.1
+  token_rewards, mask, groups, example_id, judged, *, between: float
 ) -> jax.Array:
   """Advantages within the context's group and between groups, [B, T]."""
   rewards = estimates.outcome(token_rewards)
@@ -66,5 +63,25 @@ def inter_intra(
   return estimates.per_token(rewards - own + between * (own - prompt), mask)
 
 
-register.prompt_source("contexts", Contexts)
-register.estimator("inter_intra", inter_intra)
+def nudge(
+  algorithm: Algorithm,
+  s: Settings,
+  *,
+  contexts: Sequence[str] = ("",),
+  between: float = 1.1,
+) -> Algorithm:
+  """Draws every prompt in several contexts.
+
+  Args:
+    algorithm: any algorithm; its critic is dropped.
+    s: settings of the run.
+    contexts: Texts before the question.
+    between: Weight w of the advantage between contexts.
+  """
+  del s
+  return algorithm.change(
+    advantages=part(inter_intra, {"between": between}),
+    critic=None,
+    prompts=Contexts,
+    prompt_settings={"contexts": contexts},
+  )

@@ -18,9 +18,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import masked, register
-from jaxrl_llm.learner import estimates, members, providers, scoring
-from jaxrl_llm.learner.update import Objective
+from jaxrl_llm import masked
+from jaxrl_llm.learner import (
+  Algorithm,
+  MemberSpec,
+  Settings,
+  estimates,
+  members,
+  part,
+  providers,
+  scoring,
+)
+from jaxrl_llm.learner.update import Objective, Sums
 
 _LEARNING_RATE = 0.01  # High, because the probe is linear.
 
@@ -37,20 +46,20 @@ def make_probe(policy, algorithm, mesh) -> members.Member:
     zeros = jnp.zeros(config.hidden_size)
     return {"probe_head": {"kernel": zeros, "bias": jnp.zeros(())}}
 
-  def probed(params, rows, policy_params):
+  def probed(params, rows):
     head = params.trained["probe_head"]
-    states = policy.fns.states(policy_params, rows, layers)
+    states = policy.fns.states(params.base, rows, layers)
     return states.astype(jnp.float32) @ head["kernel"] + head["bias"]
 
-  def loss(params, micro, policy_params):
+  def loss(params, micro):
     packed, inputs = micro["packed"], micro["inputs"]
-    error = probed(params, packed, policy_params) - inputs["outcomes"]
+    error = probed(params, packed) - inputs["outcomes"]
     total = jnp.sum(inputs["weights"] * error**2)
     tokens = jnp.sum(packed.mask, dtype=jnp.float32)
-    return total, ({"poise/loss": total, "tokens": tokens}, {}, {})
+    return total, Sums({"poise/loss": total}, {}, {}, tokens)
 
-  def score(params, packed, policy_params):
-    read = lambda rows: probed(params, rows, policy_params)
+  def score(params, packed):
+    read = lambda rows: probed(params, rows)
     return scoring.over_micro_batches(read, packed)
 
   training = members.Training(
@@ -59,7 +68,7 @@ def make_probe(policy, algorithm, mesh) -> members.Member:
     reads=["outcomes"],
     mask="policy_mask",
     mode="seq-mean-token-mean",
-    arguments=lambda settings, state: (state.params("policy"),),
+    reads_policy=True,
   )
   settings = dataclasses.replace(
     policy.settings, learning_rate=_LEARNING_RATE, frozen=()
@@ -91,7 +100,21 @@ def cross_probe(token_rewards, poise_values, mask, groups) -> jax.Array:
   return estimates.per_token(jnp.where(sizes > 1, advantages, 0.0), mask)
 
 
-register.token_input("outcomes", estimates.outcome)
-register.member("poise", make_probe, reads=["outcomes"])
-register.leaf("poise_values", providers.of_member("poise"), needs=["poise"])
-register.estimator("cross_probe", cross_probe)
+def with_probe(algorithm: Algorithm) -> Algorithm:
+  """Adds the probe, and its values as the input `poise_values`."""
+  if "poise" in algorithm.members:
+    return algorithm
+  return algorithm.change(
+    inputs={"outcomes": part(estimates.outcome)},
+    members={"poise": MemberSpec(make_probe, ("outcomes",))},
+    providers=providers.provider(
+      "poise_values", providers.of_member("poise"), "poise"
+    ),
+  )
+
+
+def poise(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Takes the probe's values of the other responses as the baseline."""
+  del s
+  with_values = with_probe(algorithm)
+  return with_values.change(advantages=part(cross_probe), critic=None)

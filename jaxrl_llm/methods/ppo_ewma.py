@@ -10,23 +10,20 @@ sampler.
 Reference: Hilton et al. 2021, arXiv:2110.00641.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import losses, register, sharding
-from jaxrl_llm.learner import choices, providers
+from jaxrl_llm import losses, sharding
+from jaxrl_llm.errors import InputError, check_number
+from jaxrl_llm.learner import Algorithm, Settings, core, providers
 from jaxrl_llm.learner.members import Companion, Member
 
 
-def make(
-  policy: Member, mesh: jax.sharding.Mesh, settings: Mapping[str, Any]
-) -> Companion:
+def make(policy: Member, mesh: jax.sharding.Mesh, *, decay: float) -> Companion:
   """Makes the moving average of the policy, a dict of 'params' and 'weight'."""
-  decay = settings["ewma_decay"]
 
   def init(params):
     copied = jax.tree.map(jnp.copy, params)
@@ -55,7 +52,47 @@ def provide(scoring: providers.Scoring) -> np.ndarray:
   return scoring.policy["old_logprobs"]
 
 
-choices.COMPANIONS["ema"] = make
-register.leaf(
-  "average_logprobs", provide, needs=("policy", "ema", "old_logprobs")
-)
+def ppo_ewma(
+  algorithm: Algorithm, s: Settings, *, decay: float = 0.889
+) -> Algorithm:
+  """Takes the ratio against a moving average of the policy.
+
+  Args:
+    algorithm: an algorithm with a ratio per token.
+    s: settings of the run.
+    decay: Decay of the average per update; its center of mass is
+      1 / (1 - decay) - 1 updates.
+  """
+  check_number("decay", decay, "[0, 1)")
+  kind, high = core.correction_of(s, otherwise=100.0)
+  if s.off_policy.correction == "auto":
+    kind = "truncate"
+  if kind == "none":
+    raise InputError(
+      "'ppo_ewma' needs the weight proximal/behavior for a correct policy"
+      " gradient; use off_policy.correction='auto'"
+    )
+  if s.off_policy.proximal != "recompute":
+    raise InputError(
+      "'ppo_ewma' has a proximal policy of its own; use"
+      " off_policy.proximal='recompute'"
+    )
+
+  def check(final: Algorithm) -> None:
+    fn = getattr(final.policy_loss.fn, "func", final.policy_loss.fn)
+    if fn not in (losses.clipped_policy_loss, losses.cispo_loss):
+      raise InputError(
+        "'ppo_ewma' needs a ratio per token; use loss.name='clip' or the method"
+        " 'cispo'"
+      )
+
+  return algorithm.change(
+    proximal="average_logprobs",
+    corrections={"importance": core.importance(s, kind, high)},
+    companions={"ema": functools.partial(make, decay=decay)},
+    providers=providers.provider(
+      "average_logprobs", provide, "policy", "ema", "old_logprobs"
+    ),
+    whole_batch=True,
+    checks=(check,),
+  )

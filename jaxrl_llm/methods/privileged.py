@@ -4,29 +4,29 @@
 
 Differs from VAPO's critic in its input. A baseline may depend on anything but
 the action, so the answer adds no bias to advantages; the policy never reads it.
-Selected by value.answer_format, with any estimator that has a critic.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.learner import choices
+from jaxrl_llm.errors import InputError, check_number
+from jaxrl_llm.learner import Algorithm, Settings, View
 from jaxrl_llm.types import Rollout
 
 
-def make_view(value: Mapping[str, Any]) -> Callable[..., Rollout]:
+def make_view(text: str, most: int) -> View:
   """Makes the view that puts the answer before the prompt of each sample.
 
-  Arrays of prompts become wider by `answer_tokens`, whatever the lengths of the
-  answers, so that shapes do not change.
+  Arrays of prompts become wider by `most`, whatever the lengths of the answers,
+  so that shapes do not change.
 
   Args:
-    value: config group `value`.
+    text: text with {answer}.
+    most: maximum number of its tokens; the rest is cut.
   """
-  text, most = value["answer_format"], value["answer_tokens"]
 
   def view(
     answer: Callable[[int], str], tokenizer: Tokenizer, rollout: Rollout
@@ -42,7 +42,29 @@ def make_view(value: Mapping[str, Any]) -> Callable[..., Rollout]:
       prompt_tokens=prompts, prompt_lengths=rollout.prompt_lengths + before
     )
 
-  return view
+  return View(view, most)
 
 
-choices.VIEWS["answer_format"] = make_view
+def privileged(
+  algorithm: Algorithm,
+  s: Settings,
+  *,
+  answer_format: str = "{answer}",
+  answer_tokens: int = 32,
+) -> Algorithm:
+  """Lets the critic read the answer before the prompt.
+
+  Args:
+    algorithm: an algorithm with a critic.
+    s: settings of the run.
+    answer_format: Text with {answer} that the critic reads.
+    answer_tokens: Maximum number of its tokens, at least 1; the rest is cut.
+  """
+  check_number("answer_tokens", answer_tokens, "[1, inf)")
+  if "{answer}" not in answer_format:
+    raise InputError("method.privileged.answer_format has no {answer}; add it")
+  if algorithm.critic is None:
+    raise InputError("'privileged' needs a critic; use estimator.name='gae'")
+  view = make_view(answer_format, answer_tokens)
+  critic = dataclasses.replace(algorithm.critic, view=view)
+  return algorithm.change(critic=critic)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import estimators
-from jaxrl_llm.learner import choices, estimates, parts
+from jaxrl_llm.learner import Algorithm, Settings, estimates, part
 
 
 def reward_to_go(token_rewards, mask, *, gamma) -> jax.Array:
@@ -41,12 +41,8 @@ def centered_reward_to_go(
   return reward_to_go(token_rewards, mask, gamma=gamma) - baseline
 
 
-def make_estimator(settings: choices.Settings) -> parts.Part:
-  """Returns the part that `estimator.center` selects."""
-  centered = settings["center"] != "none"
-  return parts.part(
-    centered_reward_to_go if centered else reward_to_go, settings
-  )
-
-
-choices.ESTIMATORS["reward_to_go"] = make_estimator
+def reinforce_pp(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Uses the reward-to-go minus the baseline of `estimator.center`, if any."""
+  centered = s.estimator.center != "none"
+  fn = centered_reward_to_go if centered else reward_to_go
+  return algorithm.change(advantages=part(fn, s.estimator), critic=None)

@@ -9,10 +9,18 @@ from the estimator 'group' with the center 'leave_one_out' and no scale.
 Reference: Ahmadian et al. 2024, arXiv:2402.14740; Williams 1992.
 """
 
-from jaxrl_llm import losses, register
+from jaxrl_llm import losses
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Algorithm, Settings, part
 
-register.loss(
-  "policy_gradient",
-  losses.policy_gradient_loss,
-  old_logprobs="proximal_logprobs",
-)
+
+def rloo(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Uses the policy gradient itself as the loss."""
+  if s.off_policy.proximal == "stored":
+    raise InputError(
+      "this loss has no ratio and needs no proximal policy; use"
+      " off_policy.proximal='recompute'"
+    )
+  fn = losses.policy_gradient_loss
+  loss = part(fn, s.loss, old_logprobs="proximal_logprobs")
+  return algorithm.change(policy_loss=loss)

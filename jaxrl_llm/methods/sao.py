@@ -18,7 +18,8 @@ arXiv:2512.16144.
 import chex
 import jax.numpy as jnp
 
-from jaxrl_llm import distributions, losses, register
+from jaxrl_llm import distributions, losses
+from jaxrl_llm.learner import Algorithm, Settings, part
 
 
 def dis_loss(
@@ -48,4 +49,7 @@ def dis_loss(
   )
 
 
-register.loss("dis", dis_loss, old_logprobs="proximal_logprobs")
+def sao(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Rejects single tokens that are far from the sampler (DIS)."""
+  loss = part(dis_loss, s.loss, old_logprobs="proximal_logprobs")
+  return algorithm.change(policy_loss=loss)

@@ -21,6 +21,7 @@ arXiv:2509.08721. Differs in that complete groups are shared, and stored.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -28,14 +29,15 @@ import pathlib
 import stat
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm import digest
-from jaxrl_llm.data import replay, rows
+from jaxrl_llm import config, digest
+from jaxrl_llm.data import rows
 from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.learner import Algorithm, Settings
 from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.system import files, processes
 from jaxrl_llm.types import Origin, Responses, Rollout, Status
@@ -54,11 +56,11 @@ class Swarm:
     run: identifies the run; the loop sets the id of its directory.
   """
 
-  def __init__(self, schedule: Any):
-    """Reads the folders from the config group `schedule`."""
+  def __init__(self, share_in: str, replay_from: Sequence[str]):
+    """Takes the own folder, and the files and folders of other policies."""
     self.run = uuid.uuid4().hex
-    self._own = pathlib.Path(schedule["share_in"])
-    self._others = [pathlib.Path(path) for path in schedule["replay_from"]]
+    self._own = pathlib.Path(share_in)
+    self._others = [pathlib.Path(path) for path in replay_from]
     self._rows: dict[str, int] = {}  # Rows of the data by question.
     self._read: dict[str, int] | None = None  # Bytes read of each file.
     self._seen: dict[pathlib.Path, tuple] = {}  # Files that were read, as then.
@@ -135,7 +137,7 @@ class Swarm:
     self._skipped += 1
     if why not in self._told:
       self._told.add(why)
-      self._tell(f"config.schedule.share_in: skipped {where}: {why}")
+      self._tell(f"config.method.sapo.share_in: skipped {where}: {why}")
 
   def _checked(self, record: dict, source: Any, writer: Any) -> int:
     """Returns the row of the data that a response is to.
@@ -178,7 +180,7 @@ class Swarm:
     self._skipped, names = 0, f"{self.run}-*.read"
     journal = self._own / names.replace("*", f"{number:012d}")
     if self._read is None:
-      what = f"config.schedule.share_in={self._own}: cannot be made"
+      what = f"config.method.sapo.share_in={self._own}: cannot be made"
       with as_input_error(what, "choose another folder", OSError):
         self._own.mkdir(parents=True, exist_ok=True)
       self._read = {}
@@ -275,4 +277,39 @@ def _fill(rollout: Rollout, row: int, record: dict) -> None:
   rollout.status[row] = int(_ENDS[record["stop_reason"]])
 
 
-replay.FEEDS["share_in"] = Swarm
+def sapo(
+  algorithm: Algorithm,
+  s: Settings,
+  *,
+  share_in: config.NewPath = "",
+  replay_from: Sequence[config.NewPath] = (),
+) -> Algorithm:
+  """Exchanges responses with other runs through the replay store.
+
+  Args:
+    algorithm: any algorithm.
+    s: settings of the run.
+    share_in: Folder to which only this run writes: its judged responses, and
+      records of the lines of other policies' files that it has read. ''
+      neither shares nor reads.
+    replay_from: Sources of other policies' responses: JSON lines files as
+      generate.py writes them, or the folders of other runs' share_in.
+  """
+  if replay_from and not share_in:
+    raise InputError(
+      "method.sapo.share_in records which shared groups a batch has used; set"
+      " it to a folder"
+    )
+  if not share_in:
+    return algorithm
+  if not s.schedule.replay:
+    raise InputError(
+      "shared responses are in the replay store; set schedule.replay above 0"
+    )
+  if s.environment.name:
+    raise InputError(
+      "shared responses have no turns; leave environment.name or"
+      " method.sapo.share_in empty"
+    )
+  feed = functools.partial(Swarm, share_in, tuple(replay_from))
+  return algorithm.change(feed=feed)

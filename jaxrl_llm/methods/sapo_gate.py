@@ -16,7 +16,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import losses, register
+from jaxrl_llm import losses
+from jaxrl_llm.errors import check_number
+from jaxrl_llm.learner import Algorithm, Settings, part
 
 
 def sapo_gate_loss(
@@ -52,4 +54,24 @@ def sapo_gate_loss(
   )
 
 
-register.loss("sapo_gate", sapo_gate_loss, old_logprobs="proximal_logprobs")
+def sapo_gate(
+  algorithm: Algorithm,
+  s: Settings,
+  *,
+  tau_pos: float = 1.0,
+  tau_neg: float = 1.05,
+) -> Algorithm:
+  """Uses a sigmoid of the ratio instead of the clip.
+
+  Args:
+    algorithm: any algorithm.
+    s: settings of the run.
+    tau_pos: Steepness of the gate where the advantage is positive.
+    tau_neg: Steepness of the gate at all other tokens.
+  """
+  del s
+  check_number("tau_pos", tau_pos, "(0, inf)")
+  check_number("tau_neg", tau_neg, "(0, inf)")
+  tau = {"tau_pos": tau_pos, "tau_neg": tau_neg}
+  loss = part(sapo_gate_loss, tau, old_logprobs="proximal_logprobs")
+  return algorithm.change(policy_loss=loss)

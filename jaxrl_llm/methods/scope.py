@@ -5,7 +5,7 @@ with a correct step; the policy continues from there in a new response. Differs
 from ADHint in that the policy itself wrote most of the prefix. The authors'
 oracle is a process reward model; here it is a function that is exact for the
 built-in tasks, so results on these are an upper bound. All responses to a
-prompt, including repaired ones, share one baseline ('example').
+prompt, including repaired ones, share one baseline, as in DARS.
 
 Reference: Ren et al. 2026 (SCOPE), arXiv:2602.24110.
 """
@@ -15,10 +15,11 @@ import collections
 import dataclasses
 from typing import Any
 
-from jaxrl_llm import register
 from jaxrl_llm.data.oracles import ORACLES
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.errors import check_choice
+from jaxrl_llm.learner import Algorithm, Settings, part
+from jaxrl_llm.methods.dars import by_example
 
 
 class Repairs(PromptSource):
@@ -31,11 +32,10 @@ class Repairs(PromptSource):
     self,
     *args: Any,
     max_response_length: int,
-    oracle: str = "lines",
+    oracle: str,
     **settings: Any,
   ):
     super().__init__(*args, **settings)
-    check_choice("oracle", oracle, ORACLES)
     self._find, self._room = ORACLES[oracle], max_response_length - 1
 
   def again(self, state, judged):
@@ -72,4 +72,21 @@ class Repairs(PromptSource):
     return (*tokens[:own], *self._tokenizer.continued(rest))
 
 
-register.prompt_source("repairs", Repairs)
+def scope(
+  algorithm: Algorithm, s: Settings, *, oracle: str = "lines"
+) -> Algorithm:
+  """Continues wrong responses from their corrected first wrong step.
+
+  Args:
+    algorithm: an algorithm without a critic.
+    s: settings of the run.
+    oracle: Finds the first wrong step, a name of `data.oracles.ORACLES`.
+  """
+  del s
+  check_choice("oracle", oracle, ORACLES)
+  return algorithm.change(
+    advantages=part(by_example),
+    critic=None,
+    prompts=Repairs,
+    prompt_settings={"oracle": oracle},
+  )

@@ -5,8 +5,8 @@
 Differs from the other methods in that nothing is sampled in training: a prompt
 comes with its complete response, in which answers are trained on and further
 questions are only read. No reward is needed; evaluation generates and judges as
-usual. With an `estimator.name` other than 'given' the loss is weighted,
--A log π(y_t).
+usual. With `weighted` the loss is -A log π(y_t), with the advantages of the
+algorithm.
 """
 
 import bisect
@@ -18,11 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import losses, register
+from jaxrl_llm import config, losses
 from jaxrl_llm.data import rows
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Example, Prompt
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Algorithm, Settings, part
 
 
 class Demonstrations(PromptSource):
@@ -37,8 +38,8 @@ class Demonstrations(PromptSource):
     self,
     *args: Any,
     max_response_length: int,
-    response_format: str = "{completion}",
-    stop: str = "",
+    response_format: str,
+    stop: str,
     **settings: Any,
   ):
     """Builds the order.
@@ -55,7 +56,7 @@ class Demonstrations(PromptSource):
     self._max_response, self._format = max_response_length, response_format
     self._stop = None
     if stop:
-      what = "config.data.order_settings: stop"
+      what = "config.method.sft.stop"
       (self._stop,) = self._tokenizer.single_tokens([stop], what)
 
   def check(self, example_ids: Sequence[int]) -> list[bool]:
@@ -196,6 +197,50 @@ def likelihood(logprobs, advantages) -> losses.ClippedPolicyLoss:
   return losses.policy_gradient_loss(logprobs, logprobs, advantages)
 
 
-register.prompt_source("demonstrations", Demonstrations)
-register.estimator("given", given)
-register.loss("likelihood", likelihood)
+_SAMPLED = (
+  *("schedule.stop", "schedule.window", "schedule.streaming"),
+  *("data.group_size", "schedule.lag", "schedule.replay"),
+  *("schedule.dynamic_sampling", "environment.name", "reward.group"),
+  *("sampler.temperature", "loss.kl_coefficient"),
+  *("loss.kl_reward_coefficient", "loss.nll_coefficient"),
+  *("off_policy.proximal", "off_policy.correction"),
+)
+
+
+def sft(
+  algorithm: Algorithm,
+  s: Settings,
+  *,
+  response_format: str = "{completion}",
+  stop: str = "",
+  weighted: bool = False,
+) -> Algorithm:
+  """Trains on the answers of the data.
+
+  Args:
+    algorithm: any algorithm.
+    s: settings of the run.
+    response_format: Format of text answers, with the fields of an example.
+    stop: Text of a single token that ends text answers; '' is the end token.
+    weighted: Weights tokens by the algorithm's advantages instead of 1.
+  """
+  advice = "demonstrations are not sampled; use {key}={value!r}"
+  config.exclude(s, _SAMPLED, advice)
+  weighted = weighted and algorithm.critic is None
+
+  def check(final: Algorithm) -> None:
+    if final.prompts is not Demonstrations:
+      raise InputError(
+        "'sft' trains on demonstrations; leave out methods that draw prompts"
+      )
+
+  return algorithm.change(
+    advantages=algorithm.advantages if weighted else part(given),
+    critic=None,
+    policy_loss=part(likelihood),
+    corrections={},
+    proximal="",
+    prompts=Demonstrations,
+    prompt_settings={"response_format": response_format, "stop": stop},
+    checks=(check,),
+  )

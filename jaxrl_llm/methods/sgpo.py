@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm import register
+from jaxrl_llm.config import Path
 from jaxrl_llm.data import rows
 from jaxrl_llm.data.curriculum import check_pool
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.sources import Source
 from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.learner import Algorithm, Settings
 
 _EASY, _UNSOLVED_SHARE, _MOST, _THIRDS = 0.75, 0.1, 8, 3
 
@@ -103,4 +104,15 @@ def _read(profile: str, source: Source) -> np.ndarray:
   return np.array([rates[question] for question in asked])
 
 
-register.prompt_source("sgpo", Profiled)
+def sgpo(algorithm: Algorithm, s: Settings, *, profile: Path = "") -> Algorithm:
+  """Selects, orders and repeats prompts by a profile of the data.
+
+  Args:
+    algorithm: any algorithm.
+    s: settings of the run.
+    profile: JSON lines file that scripts/evaluate.py --out wrote.
+  """
+  del s
+  return algorithm.change(
+    prompts=Profiled, prompt_settings={"profile": profile}
+  )

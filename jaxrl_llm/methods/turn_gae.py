@@ -13,11 +13,13 @@ loss. A response without an environment is a single turn.
 Based on public code; we know of no paper.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.learner import choices
-from jaxrl_llm.learner.parts import Part
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Algorithm, Part, Settings, part
 
 
 def turn_starts(mask) -> jax.Array:
@@ -25,11 +27,10 @@ def turn_starts(mask) -> jax.Array:
   return mask & ~jnp.pad(mask, ((0, 0), (1, 0)))[:, :-1]
 
 
-def make_estimator(settings: choices.Settings) -> Part:
+def over_turns(gae: Part) -> Part:
   """Returns GAE over turns, advantages [B, T], as a part with GAE's inputs."""
-  gae = choices.ESTIMATORS["gae"](settings)
 
-  def turn_gae(token_rewards, values, mask, *others) -> jax.Array:
+  def advantages_of_turns(token_rewards, values, mask, *others) -> jax.Array:
     starts = turn_starts(mask)
     turns = jnp.cumsum(starts, axis=1)
 
@@ -41,7 +42,7 @@ def make_estimator(settings: choices.Settings) -> Part:
     advantages = gae.fn(rewards, values, starts, *others)
     return jnp.where(mask, of_turn(advantages, turns), 0.0)
 
-  return gae._replace(fn=turn_gae)
+  return gae._replace(fn=advantages_of_turns)
 
 
 def turn_value_mask(trainable, truncated) -> jax.Array:
@@ -49,5 +50,17 @@ def turn_value_mask(trainable, truncated) -> jax.Array:
   return turn_starts(trainable) & ~truncated[:, None]
 
 
-choices.ESTIMATORS["turn_gae"] = make_estimator
-choices.VALUE_MASKS["turn_gae"] = turn_value_mask
+def turn_gae(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Makes each turn one action of GAE."""
+  if s.estimator.name != "gae" or algorithm.critic is None:
+    raise InputError("'turn_gae' changes GAE; use estimator.name='gae'")
+  if (s.estimator.gamma, s.estimator.lambda_value) != (1, 1):
+    raise InputError(
+      "returns of 'turn_gae' are sums of rewards; use estimator.gamma=1 and"
+      " estimator.lambda_value=1"
+    )
+  mask = part(turn_value_mask)
+  return algorithm.change(
+    advantages=over_turns(algorithm.advantages),
+    critic=dataclasses.replace(algorithm.critic, mask=mask),
+  )

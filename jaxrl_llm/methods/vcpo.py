@@ -14,18 +14,26 @@ Reference: Huang et al. 2026, arXiv:2602.17616.
 import functools
 import itertools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl_llm import estimators, losses, models, register, sharding
-from jaxrl_llm.learner import choices, estimates, packing, parts, providers
+from jaxrl_llm import estimators, losses, models, sharding
+from jaxrl_llm.errors import check_choice, check_number
+from jaxrl_llm.learner import (
+  Algorithm,
+  Settings,
+  estimates,
+  packing,
+  part,
+  providers,
+)
+from jaxrl_llm.methods.rloo import rloo
 from jaxrl_llm.system import processes
 from jaxrl_llm.types import Rollout, take_rows
 
-# `estimator.gradient_norms` -> input with ‖∇ log π‖² of each response up to a
+# `gradient_norms` -> input with ‖∇ log π‖² of each response up to a
 # constant factor. For tokens with orthogonal gradients of equal norm, it would
 # be the length.
 SQUARED_NORMS = {"length": "own_lengths", "exact": "squared_gradient_norms"}
@@ -56,12 +64,6 @@ def optimal_baseline(
   return estimates.per_token(rewards - baseline, mask)
 
 
-def make_estimator(settings: choices.Settings) -> parts.Part:
-  """Makes the part with the chosen norms; exact norms cost a backward pass."""
-  norms = SQUARED_NORMS[settings["gradient_norms"]]
-  return parts.part(optimal_baseline, settings, squared_norms=norms)
-
-
 def squared_gradient_norms(gradient_norms) -> jax.Array:
   """Squared norms of the responses' gradients, [B]."""
   return jnp.square(gradient_norms)
@@ -83,7 +85,6 @@ def ess_step_scale(
 def score_gradient_norms(
   params: models.Params,
   packed: models.PackedRows,
-  temperature: chex.Numeric,
   *,
   fns: models.ModelFns,
 ) -> jax.Array:
@@ -95,13 +96,12 @@ def score_gradient_norms(
   Args:
     params: policy parameters; the gradient is with respect to the trained ones.
     packed: micro-batches of one response each, see `one_by_one`.
-    temperature: sampling temperature of the responses.
     fns: functions of the policy.
   """
 
   def logprob(trained, rows):
     whole = params._replace(trained=trained)
-    return jnp.sum(fns.logprobs(whole, rows, temperature)[0].logprobs)
+    return jnp.sum(fns.logprobs(whole, rows)[0].logprobs)
 
   def body(i, norms):
     gradient = jax.grad(logprob)(params.trained, packed.rows(i))
@@ -113,7 +113,7 @@ def score_gradient_norms(
 
 @functools.cache
 def _norms(fns: models.ModelFns, mesh: jax.sharding.Mesh):
-  """Returns jitted (params, result of `one_by_one`, temperature) -> [M]."""
+  """Returns jitted (params, result of `one_by_one`) -> [M]."""
   score = functools.partial(score_gradient_norms, fns=fns)
   return jax.jit(score, out_shardings=sharding.replicated(mesh))
 
@@ -132,7 +132,7 @@ def one_by_one(
   each = [
     packing.pack(
       take_rows(rollout, [i]), capacity=capacity, rows=rows, micro_batches=1
-    )[0].replace(count=None)
+    )[0].replace(count=None, temperature=None)
     for i in range(len(rollout.lengths))
   ]
   rest = (0, micro_batches - len(each))
@@ -144,12 +144,11 @@ def one_by_one(
   return jax.tree.map(joined, *each).replace(count=np.int32(len(each)))
 
 
-def gradient_norms(scoring: providers.Scoring) -> np.ndarray:
+def provide_norms(scoring: providers.Scoring) -> np.ndarray:
   """Provides ‖∇ log π‖ of responses in mini-batches, [B]; 0 for the others."""
   rollout, mesh = scoring.rollout, scoring.learner.mesh
   policy = scoring.learner.policy
   out = np.zeros(len(rollout.lengths), np.float32)
-  arguments = policy.training.arguments(scoring.learner.settings, scoring.state)
   lengths = rollout.prompt_lengths + rollout.lengths
   longest = rollout.prompt_tokens.shape[1] + rollout.tokens.shape[1]
   # Three row lengths: most responses are far shorter than the longest.
@@ -166,14 +165,41 @@ def gradient_norms(scoring: providers.Scoring) -> np.ndarray:
       rows=sharding.batch_size_of(mesh),
       micro_batches=len(batch.rows),
     )
+    packed = packed.replace(temperature=np.float32(batch.temperature))
     norms = _norms(policy.fns, mesh)(
-      scoring.state.params("policy"), packing.place(packed, mesh), *arguments
+      scoring.state.params("policy"), packing.place(packed, mesh)
     )
     out[rows] = processes.to_host(norms)[: rows.size]
   return out
 
 
-register.leaf("gradient_norms", gradient_norms, needs=("policy",))
-register.token_input("squared_gradient_norms", squared_gradient_norms)
-choices.ESTIMATORS["optimal_baseline"] = make_estimator
-choices.STEP_SCALES["ess_scale"] = choices.maker_of(ess_step_scale)
+def vcpo(
+  algorithm: Algorithm,
+  s: Settings,
+  *,
+  gradient_norms: str = "length",
+  scale_steps: bool = True,
+  ess_reference: float = 1.0,
+) -> Algorithm:
+  """Off-policy baseline of minimum variance; steps scaled by the sample size.
+
+  Args:
+    algorithm: any algorithm; its critic is dropped.
+    s: settings of the run.
+    gradient_norms: Squared gradient norm of a response: its number of generated
+      tokens ('length'), or 'exact', by one backward pass per response.
+    scale_steps: Scales steps by sqrt(effective sample ratio / ess_reference).
+    ess_reference: Reference effective sample ratio (1 is on-policy), above 0.
+  """
+  check_choice("gradient_norms", gradient_norms, SQUARED_NORMS)
+  check_number("ess_reference", ess_reference, "(0, 1]")
+  norms = SQUARED_NORMS[gradient_norms]
+  scale = part(ess_step_scale, {"ess_reference": ess_reference})
+  return rloo(algorithm, s).change(
+    advantages=part(optimal_baseline, squared_norms=norms),
+    critic=None,
+    inputs={"squared_gradient_norms": part(squared_gradient_norms)},
+    providers=providers.provider("gradient_norms", provide_norms, "policy"),
+    step_scale=scale if scale_steps else None,
+    whole_batch=algorithm.whole_batch or scale_steps,
+  )

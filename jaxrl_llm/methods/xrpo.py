@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked
-from jaxrl_llm.learner import choices, estimates
+from jaxrl_llm.learner import Algorithm, Settings, estimates, part, then
 
 
 def sharpened(advantages, correct, mask, groups, old_logprobs) -> jax.Array:
@@ -26,4 +26,9 @@ def sharpened(advantages, correct, mask, groups, old_logprobs) -> jax.Array:
   return advantages + estimates.per_token(bonus, mask)
 
 
-choices.ESTIMATORS["sharpened"] = choices.after("group", sharpened)
+def xrpo(algorithm: Algorithm, s: Settings) -> Algorithm:
+  """Adds a bonus for novelty to group advantages."""
+  del s
+  return algorithm.change(
+    advantages=then(algorithm.advantages, part(sharpened))
+  )

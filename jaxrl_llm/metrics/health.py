@@ -201,8 +201,8 @@ RULES = {
     "the policy is trained on responses of a different policy; correct for it"
     " with off_policy.correction, or set model.sampler_matmul to '',"
     " model.sampler_dtype, model.cache_dtype or model.dtype to float32,"
-    " model.expert_capacity or sampler.entropy_tau to 0 or sampler.processors"
-    " to ()"),
+    " model.expert_capacity to 0, or leave out a method with logits"
+    " processors"),
   "kl_jump": Rule(("policy/approx_kl",), kl_jump,
     "a single large step may undo many steps of progress; lower"
     " optimizer.policy.learning_rate or optimizer.policy.max_grad_norm"),

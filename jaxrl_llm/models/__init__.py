@@ -18,7 +18,7 @@ from jaxrl_llm.models.functional import (
   make_value as make_value,
 )
 from jaxrl_llm.models.heads import (
-  VALUE_HEADS as VALUE_HEADS,
+  SCALAR as SCALAR,
   TokenLogprobs as TokenLogprobs,
   ValueHead as ValueHead,
 )

@@ -111,11 +111,16 @@ def zigzag_order(length: int, parts: int) -> np.ndarray:
 
 
 def zigzag_shard(rows: Any, parts: int) -> Any:
-  """Pads arrays [R, C, ...] to equal shards and reorders them by device."""
+  """Pads arrays [R, C, ...] to equal shards and reorders them by device.
+
+  Scalars stay as they are.
+  """
   if parts == 1:
     return rows
 
   def shard_one(x):
+    if not jnp.ndim(x):
+      return x
     x = pad(x, 1, 2 * parts)
     return x[:, zigzag_order(x.shape[1], parts).reshape(-1)]
 

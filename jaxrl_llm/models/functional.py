@@ -38,7 +38,7 @@ class ModelFns(NamedTuple):
   config: ModelConfig
   # (key) -> params, float32.
   init: Callable[..., Any]
-  # (params, PackedRows, temperature=1, load=None) -> (heads.TokenLogprobs of
+  # (params, PackedRows, load=None) -> (heads.TokenLogprobs of
   #  the targets, auxiliary losses of the model by name, [R, C], which training
   #  adds). `load` is the result of the field of that name over all tokens.
   logprobs: Callable[..., tuple[heads.TokenLogprobs, dict[str, jax.Array]]]
@@ -144,16 +144,14 @@ def _logits(params, tokens, mask, *, backbone, config):
   return transformer.logits(merge(params), states, config)
 
 
-def _logprobs(
-  params, packed, temperature=1.0, load=None, *, backbone, parts, **in_chunks
-):
+def _logprobs(params, packed, load=None, *, backbone, parts, **in_chunks):
   states, aux = backbone(params, packed, load=load)
   aux.pop(experts.LOAD, None)
   of_tokens = states, packed.targets, packed.mask
   states, targets, mask = (context.shards_to_rows(x, parts) for x in of_tokens)
   kernel, tied = transformer.head(params)
   scored = heads.chunked_logprobs(
-    states, kernel, targets, mask, temperature, tied=tied, **in_chunks
+    states, kernel, targets, mask, packed.temperature, tied=tied, **in_chunks
   )
   scored = heads.TokenLogprobs(
     *(context.rows_to_shards(x, parts) for x in scored)

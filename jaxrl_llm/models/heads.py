@@ -25,7 +25,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.models import context
 from jaxrl_llm.models.kernels import platform_of
 from jaxrl_llm.models.numerics import einsum
-from jaxrl_llm.system.plugin import Table
 
 _MIN_CHUNK = 128  # Time steps; on a CPU, larger chunks do not fit in the cache.
 _CHUNK_BYTES = 2**29  # Float32 logits of a chunk on an accelerator.
@@ -52,8 +51,6 @@ class ValueHead:
 
 
 SCALAR = ValueHead()
-# Name -> function that makes the head from the critic's settings.
-VALUE_HEADS = Table("value_head", scalar=lambda value: SCALAR)
 
 
 def project(hidden: chex.Array, kernel: chex.Array, tied: bool) -> jax.Array:

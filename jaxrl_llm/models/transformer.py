@@ -13,6 +13,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx, traverse_util
 
 from jaxrl_llm import sharding as sharding_lib
@@ -47,11 +48,14 @@ class PackedRows:
   # -1 if it chose none.
   choices: chex.Array | None = None
   count: chex.Array | None = None  # int32 scalar, micro-batches with tokens.
+  # float32 scalar, which divided the logits when the tokens were sampled.
+  temperature: chex.Numeric = np.float32(1)
 
   def rows(self, i: chex.Numeric) -> "PackedRows":
     """Returns micro-batch i, [R, C]."""
     take = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-    return jax.tree.map(take, self.replace(count=None))
+    rows = jax.tree.map(take, self.replace(count=None, temperature=None))
+    return rows.replace(temperature=self.temperature)
 
 
 # Name -> activations of a layer that are saved for the backward pass.

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.adapters import Trl, Verl, load_function
@@ -13,7 +14,6 @@ from jaxrl_llm.rewards.verdict import (
   RewardFn as RewardFn,
   Verdict as Verdict,
 )
-from jaxrl_llm.system.plugin import Table
 
 # Name -> reward; 'verl' and 'trl' load reward.function from reward.path.
 REWARDS: dict[str, RewardFn] = {
@@ -30,7 +30,7 @@ OF_FILES = ("verl", "trl")  # Rewards that read functions of a file.
 
 # Name -> (texts, verdicts) of a group -> a reward's result for each response;
 # '' keeps the verdicts.
-GROUP_REWARDS = Table("group_reward", **{"": None})
+GROUP_REWARDS: dict[str, Any] = {"": None}
 
 # Verifier -> response that it must accept, given a gold answer.
 _GOLD = {

@@ -7,7 +7,6 @@ scripts/compile.py prints both side by side.
 import math
 from collections.abc import Mapping
 
-from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.simulate.cost import Work, bound
 from jaxrl_llm.simulate.sizes import Sizes as Sizes
@@ -205,7 +204,7 @@ def step_seconds(
   """
   times = {"sampler decode": sizes.decoding.steps}
   for name, (role, update) in PROGRAMS.items():
-    if role == "policy" or has_critic(sizes.config):
+    if role == "policy" or sizes.critic:
       settings = sizes.config.optimizer[role]
       epochs = settings.epochs if update else 1
       times[name] = epochs * sizes.rows / settings.micro_batch_size

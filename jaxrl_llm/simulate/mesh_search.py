@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sharding
-from jaxrl_llm.learner import build_algorithm
-from jaxrl_llm.learner.choices import has_critic
+from jaxrl_llm.learner import core
 from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.models.transformer import REMAT_POLICIES
 from jaxrl_llm.simulate import account
@@ -116,10 +115,10 @@ def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes]:
 def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
   """Returns the fastest fit of a learner mesh, or []; modifies its config."""
   config, found = sizes.config, []
-  roles = ["policy", "value"] if has_critic(config) else ["policy"]
+  algorithm = core.make_algorithm(config)
+  roles = ["policy", "value"] if algorithm.critic else ["policy"]
   each = sizes.parameters / (sizes.shards * sizes.tensor)
   trained = {role: each * sizes.trained(role) for role in roles}
-  algorithm = build_algorithm.make_algorithm(config)
   held = 4 * trained["policy"] * ("ref_logprobs" in algorithm.leaves)
   held += sizes.base_bytes(roles) / (sizes.shards * sizes.tensor)
   axes = lambda mesh: tuple(mesh[axis] for axis in sharding.AXES)

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sampling
+from jaxrl_llm.learner import core
 from jaxrl_llm.models import experts, heads, transformer
 from jaxrl_llm.models.shapes import expert_params, multiplied_params
 from jaxrl_llm.sampling.allocator import default_page_size
@@ -77,7 +78,9 @@ class Sizes:
     longest = config.sampler.max_response_length
     self.response = mean_response or max(longest / 4, 1)
     self.prompt = config.data.max_prompt_length / 4
-    self.row = config_lib.max_tokens_per_row(config)
+    self.critic = core.compose(config).critic
+    view = self.critic and self.critic.view
+    self.row = config_lib.max_tokens_per_row(config, view.tokens if view else 0)
     self.responses = config_lib.batch_size(config)
     # Packed rows of a batch if prompts are not shared.
     tokens = self.responses * (self.prompt + self.response)

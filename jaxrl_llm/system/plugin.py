@@ -1,4 +1,4 @@
-"""Imports plugin files, and the files of `methods/` on demand.
+"""Imports plugin files.
 
 A plugin is imported before a config is validated. Its folder is added to
 `sys.path` and the file is imported by its name, so that worker processes, which
@@ -11,38 +11,11 @@ import importlib.util
 import pathlib
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-
-_METHODS = "jaxrl_llm.methods"  # In a higher layer: imported only by name.
-
-
-class Table(dict[str, Any]):
-  """Choices by name, some of them imported from `methods/` on first use.
-
-  Until then, the value of such a name is the name of its file.
-  """
-
-  def __init__(self, kind: str, **choices: Any):
-    """Adds the parts of a kind that `methods.FILES` lists."""
-    super().__init__(choices)
-    self.kind = kind
-    for file, names in importlib.import_module(_METHODS).FILES.items():
-      self.update(dict.fromkeys(names.get(kind, "").split(), file))
-
-  def __getitem__(self, name: str) -> Any:
-    file = super().__getitem__(name)
-    if isinstance(file, str):
-      importlib.import_module(f"{_METHODS}.{file}")
-    return super().__getitem__(name)
-
-  def switched_on(self, settings: Mapping[str, Any]) -> Any:
-    """Returns the part whose setting is on, made with the settings, or None."""
-    name = next(filter(settings.get, self), None)
-    return self[name](settings) if name else None
 
 
 def load(path: str) -> ModuleType:

@@ -24,7 +24,7 @@ def bounds(config: Any, learner: Learner) -> dict[str, Rule]:
   if critic := learner.critic:
     low, high = critic.fns.head.support or (low, high)
     clip = config.loss.clip_value or clip
-  lowest = 0 if config.estimator.name == "maxrl" else -math.inf
+  lowest = learner.algorithm.lowest_reward
   return {
     "reward_threshold": Rule(
       ("reward/accuracy", *_REWARDS),
@@ -41,8 +41,8 @@ def bounds(config: Any, learner: Learner) -> dict[str, Rule]:
         f" {high:g}",
       ),
       "targets beyond the bins are clipped, and so are advantages; start a run"
-      " with value.low and value.high around them, with a margin, or with"
-      " smaller rewards or loss.kl_reward_coefficient",
+      " with bins around them, with a margin, or with smaller rewards or"
+      " loss.kl_reward_coefficient",
     ),
     "value_clip": Rule(
       _RETURNS,
@@ -57,8 +57,8 @@ def bounds(config: Any, learner: Learner) -> dict[str, Rule]:
     "negative_reward": Rule(
       _REWARDS,
       _ranged(lambda least, _: least < lowest, "rewards are {:.3g} to {:.3g}"),
-      "'maxrl' divides by the mean reward of a group, which may be near 0 or"
-      " below; use a reward without penalties, or another estimator.name",
+      f"the method divides by rewards of at least {lowest:g}; use a reward"
+      " without penalties, or another method.use",
     ),
   }
 

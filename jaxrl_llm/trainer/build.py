@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jaxrl_llm import base_models, checkpoint, digest, models, rewards, sharding
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.prompt_source import PromptSource
-from jaxrl_llm.data.replay import FEEDS, REPLAYS
+from jaxrl_llm.data.replay import Replay
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, located
 from jaxrl_llm.evaluate import Evaluator, check_metric
-from jaxrl_llm.learner import build_algorithm, choices, members, providers
-from jaxrl_llm.learner.algorithm import Algorithm
+from jaxrl_llm.learner import core, members, providers
+from jaxrl_llm.learner.algorithm import Algorithm, Critic
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import UpdateSettings
 from jaxrl_llm.learner.state import LearnerSettings
@@ -48,23 +48,26 @@ def make_run(config: Any) -> Run:
   """
   validation.validate(config)
   config = config_lib.with_absolute_paths(config)
+  algorithm = core.make_algorithm(config)
   both = meshes.make_meshes(config)
   path = base_models.model_path(config)
   model_config, tokenizer = hf.read_config(path), Tokenizer(path)
   data.check_context(config, model_config, tokenizer)
-  fns = make_fns(config, _with_unused(model_config, tokenizer), both)
+  unused = _with_unused(model_config, tokenizer)
+  fns = make_fns(config, unused, both, algorithm.critic)
   if hf.is_model(config.value.init_from):
     tokenizer.check_same(Tokenizer(config.value.init_from))
-  before = config_lib.answer_tokens(config)
+  view = algorithm.critic and algorithm.critic.view
+  before = view.tokens if view else 0
   data.check_context(config, fns[1].config, tokenizer, before=before)
-  algorithm = build_algorithm.make_algorithm(config)
-  frozen, teachers = _make_frozen(config, algorithm, tokenizer, both)
-  rewarded = bool({"rewards", "correct"} & algorithm.leaves)
-  source, problems = data.make_prompts(config, tokenizer, rewarded=rewarded)
+  frozen, frozen_inputs = _make_frozen(config, algorithm, tokenizer, both)
+  source, problems = data.make_prompts(config, tokenizer, algorithm)
   _check_columns(source, algorithm)
   judge = _make_judge(config, tokenizer)
   turn_taking = data.make_conversation_config(config, tokenizer)
-  engine = sampler.make_engine(config, fns[0], tokenizer, both.sampler)
+  engine = sampler.make_engine(
+    config, fns[0], tokenizer, both.sampler, algorithm.processors
+  )
   shapes = members.make_shapes(fns[0], both.trainer)
   transfer = sampler.make_transfer(fns[0], shapes, both)
   # The sampler has no expert capacity, so parity is checked without one.
@@ -77,10 +80,10 @@ def make_run(config: Any) -> Run:
     both.trainer,
     column=source.column,
     frozen=frozen,
-    views=_make_views(config, source, tokenizer),
+    views=_make_views(algorithm, source, tokenizer),
     sampler_logprobs=_make_exact_score(config, engine, transfer),
   )
-  worker = make_worker(config, engine, source, judge, turn_taking)
+  worker = make_worker(config, engine, source, judge, turn_taking, algorithm)
   return Run(
     config=config,
     source=source,
@@ -89,7 +92,9 @@ def make_run(config: Any) -> Run:
     learner=learner,
     transfer=transfer,
     parity_check=sampler.make_parity_check(config, dropless, both, transfer),
-    check_batch=sampler.make_batch_check(config, fns[0], both, tokenizer),
+    check_batch=sampler.make_batch_check(
+      config, fns[0], both, tokenizer, algorithm
+    ),
     pretraining=_make_pretraining(config, worker, learner),
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from
@@ -97,7 +102,7 @@ def make_run(config: Any) -> Run:
     evaluators=_make_evaluators(config, worker.writer, problems),
     judge=judge,
     tokenizer=tokenizer,
-    inputs=data.digests(config) | teachers,
+    inputs=data.digests(config) | frozen_inputs,
     notes=data.notes(source),
   )
 
@@ -122,16 +127,19 @@ def _make_judge(config: Any, tokenizer: Tokenizer) -> Judge:
 def _check_columns(source: PromptSource, algorithm: Algorithm) -> None:
   """Reads the first row of each column of the data that is needed."""
   leaves = algorithm.leaves
-  for leaf in leaves | providers.needs_of(leaves):
+  for leaf in leaves | algorithm.needs(leaves):
     if leaf.startswith(providers.COLUMN):
       source.column(leaf.removeprefix(providers.COLUMN), [0])
 
 
-def _make_views(config: Any, source: PromptSource, tokenizer: Tokenizer):
+def _make_views(
+  algorithm: Algorithm, source: PromptSource, tokenizer: Tokenizer
+):
   """Returns the view of each member that has one, see `Scorer`."""
-  view = choices.VIEWS.switched_on(config.value)
-  view = view and functools.partial(view, source.answer, tokenizer)
-  return {"critic": view} if view else {}
+  view = algorithm.critic and algorithm.critic.view
+  if not view:
+    return {}
+  return {"critic": functools.partial(view.fn, source.answer, tokenizer)}
 
 
 def _make_exact_score(config, engine, transfer) -> Callable | None:
@@ -166,9 +174,14 @@ def _sampling_settings(config: Any) -> SamplingSettings:
 
 
 def make_fns(
-  config: Any, model_config: models.ModelConfig, both: meshes.Meshes
+  config: Any,
+  model_config: models.ModelConfig,
+  both: meshes.Meshes,
+  critic: Critic | None,
 ) -> tuple[models.ModelFns, models.ValueFns]:
   """Makes the functions of policy and critic, with their adapters.
+
+  Those of a critic are made in any case, for accounts of its sizes.
 
   Raises:
     InputError: An adapter target matches no layer, or no layer has an adapter.
@@ -195,11 +208,11 @@ def make_fns(
   value = models.make_value(
     value_config,
     reads_logprobs=config.value.reads_logprobs,
-    head=models.VALUE_HEADS[config.value.head](config.value),
+    head=critic.head if critic else models.SCALAR,
     **_trainer_settings(config, value_config, both),
   )
-  if config.value.ensemble:
-    value = choices.ENSEMBLES[config.value.ensemble].fns(value)
+  if critic and critic.ensemble:
+    value = critic.ensemble.fns(value)
   return policy, value
 
 
@@ -264,23 +277,23 @@ def make_learner(
   training = members.policy_training(policy_fns, algorithm)
   policy = members.make_member(policy_fns, training, of("policy"), mesh)
   found = {"policy": policy}
-  if algorithm.value_loss is not None:
+  if algorithm.critic is not None:
     training = members.critic_training(critic_fns, algorithm)
     critic = members.make_member(critic_fns, training, of("value"), mesh)
     if policy_fns.config.adapters and critic_fns.config.adapters:
       critic = dataclasses.replace(critic, shares_base=True, base=policy.base)
     found["critic"] = critic
-  for name in algorithm.members:
-    found[name] = choices.MEMBERS[name].make(policy, algorithm, mesh)
-  versions = {"versions": config_lib.most_staleness(config)}
-  follow = config.off_policy.to_dict() | versions
-  needs = providers.needs_of(algorithm.leaves)
+  for name, member in algorithm.members.items():
+    found[name] = member.make(policy, algorithm, mesh)
+  view = algorithm.critic and algorithm.critic.view
   return Learner(
     algorithm,
     found,
     settings=LearnerSettings(
       seed=config.run.seed,
-      max_tokens_per_row=config_lib.max_tokens_per_row(config),
+      max_tokens_per_row=config_lib.max_tokens_per_row(
+        config, view.tokens if view else 0
+      ),
       max_skipped=config.run.max_skipped,
       temperature=config.sampler.temperature,
     ),
@@ -293,9 +306,7 @@ def make_learner(
       seed=config.run.seed,
     ),
     companions={
-      name: choices.COMPANIONS[name](policy, mesh, follow)
-      for name in choices.COMPANIONS
-      if name in needs
+      name: make(policy, mesh) for name, make in algorithm.companions.items()
     },
     **given,
   )
@@ -309,24 +320,20 @@ def _make_frozen(
   Raises:
     InputError: A model cannot be read, or its tokenizer is not the policy's.
   """
-  settings = {**config.estimator.to_dict(), **config.estimator.settings}
-  needs = providers.needs_of(algorithm.leaves)
   made, read = {}, []
-  for name in choices.FROZEN:
-    chosen = choices.FROZEN[name](settings) if name in needs else {}
-    for key, path in chosen.items():
-      tokenizer.check_same(Tokenizer(path))
-      model_config = hf.read_config(path)
-      data.check_context(config, model_config, tokenizer)
-      model_config = _with_unused(model_config, tokenizer)
-      # A capacity is for training: a score must not depend on other tokens.
-      fns = _make_policy_fns(config, model_config, both, expert_capacity=0)
-      read_params = functools.partial(
-        read_policy_params, path, model_config=model_config
-      )
-      made[key] = members.make_frozen(fns, read_params, both.trainer)
-      read += sorted(pathlib.Path(path).glob("*.safetensors"))
-  return made, {"estimator.settings": digest.of_files(read)} if made else {}
+  for name, path in algorithm.frozen.items():
+    tokenizer.check_same(Tokenizer(path))
+    model_config = hf.read_config(path)
+    data.check_context(config, model_config, tokenizer)
+    model_config = _with_unused(model_config, tokenizer)
+    # A capacity is for training: a score must not depend on other tokens.
+    fns = _make_policy_fns(config, model_config, both, expert_capacity=0)
+    read_params = functools.partial(
+      read_policy_params, path, model_config=model_config
+    )
+    made[name] = members.make_frozen(fns, read_params, both.trainer)
+    read += sorted(pathlib.Path(path).glob("*.safetensors"))
+  return made, {"method.use": digest.of_files(read)} if made else {}
 
 
 def update_settings(config: Any, role: str) -> UpdateSettings:
@@ -346,7 +353,8 @@ def make_worker(
   engine: RolloutEngine,
   source: PromptSource,
   judge: Judge,
-  turn_taking: ConversationConfig | None = None,
+  turn_taking: ConversationConfig | None,
+  algorithm: Algorithm,
 ) -> RolloutWorker:
   """Makes the worker that samples the batches of training."""
   schedule = config.schedule
@@ -360,21 +368,21 @@ def make_worker(
       window=schedule.window,
       max_staleness=schedule.max_staleness,
       max_rounds=schedule.max_rounds if schedule.dynamic_sampling else 1,
-      pruning=choices.PRUNINGS[schedule.prune](schedule),
+      pruning=algorithm.pruning,
     )
   key, samples = run_key(config.run.seed, ROLLOUTS), config.data.group_size
   sampled = _sampling_settings(config)
   writer = ResponseWriter(engine, sampled, key, samples, judge, turn_taking)
   replay = None
   if schedule.replay:
-    replay = REPLAYS[schedule.replay_for](
+    replay = (algorithm.replay or Replay)(
       groups=config_lib.replayed_groups(config),
       capacity=schedule.replay_capacity,
       keep=schedule.replay_keep,
       seed=config.run.seed,
-      feed=FEEDS.switched_on(schedule),
+      feed=algorithm.feed and algorithm.feed(),
     )
-  group_reward = _make_group_reward(config, judge)
+  group_reward = _make_group_reward(config, judge, algorithm)
   return RolloutWorker(writer, source, settings, group_reward, replay)
 
 
@@ -391,13 +399,13 @@ def _make_pretraining(config, worker, learner) -> ValuePretraining | None:
   )
   key = run_key(config.run.seed, PRETRAINING)
   writer = dataclasses.replace(worker.writer, key=key)
-  algorithm = build_algorithm.with_monte_carlo_returns(
+  algorithm = core.with_monte_carlo_returns(
     learner.algorithm, gamma=config.estimator.gamma
   )
   of = functools.partial(dataclasses.replace, learner)
   return ValuePretraining(
     learner=of(algorithm=algorithm),
-    reward_model=of(algorithm=build_algorithm.as_reward_model(algorithm)),
+    reward_model=of(algorithm=core.as_reward_model(algorithm)),
     worker=dataclasses.replace(
       worker, writer=writer, settings=whole, replay=None
     ),
@@ -478,9 +486,9 @@ def _limits(reward) -> dict[str, Any]:
   }
 
 
-def _make_group_reward(config, judge) -> GroupReward | None:
+def _make_group_reward(config, judge, algorithm) -> GroupReward | None:
   reward = config.reward
-  fn = rewards.GROUP_REWARDS[reward.group]
+  fn = algorithm.group_reward or rewards.GROUP_REWARDS[reward.group]
   if fn is None:
     return None
   grading = rewards.Grading(threshold=reward.threshold)

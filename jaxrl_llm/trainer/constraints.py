@@ -10,21 +10,14 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import rewards
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.prompt_source import PROMPT_SOURCES, PromptSource
-from jaxrl_llm.learner import choices
-from jaxrl_llm.learner.build_algorithm import make_algorithm
-from jaxrl_llm.learner.choices import has_critic
+from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.parts import leaves_of
 from jaxrl_llm.trainer import learner_constraints as of_learner
 from jaxrl_llm.trainer.learner_constraints import Rules
 
 
-def broken(config: Any) -> dict[str, str]:
-  """Returns the violated constraints, keys -> advice, by importance."""
-  return {keys: advice for wrong, keys, advice in rules(config) if wrong}
-
-
-def rules(config: Any) -> Rules:
-  """Returns all constraints, most important first."""
+def rules(config: Any, algorithm: Algorithm) -> Rules:
+  """Returns all constraints of a run, most important first."""
   topics = [
     orders,
     exclusions,
@@ -32,17 +25,15 @@ def rules(config: Any) -> Rules:
     unread,
     windows,
     replay,
-    pruning,
     streaming,
     of_learner.groups,
     of_learner.off_policy,
-    of_learner.kept_weights,
     of_learner.adapters,
     of_learner.critics,
     of_learner.corrections,
     of_learner.losses,
   ]
-  return [rule for topic in topics for rule in topic(config)]
+  return [rule for topic in topics for rule in topic(config, algorithm)]
 
 
 # fmt: off
@@ -54,8 +45,6 @@ _WHOLE_BATCH = ("schedule.stop", "schedule.window", "schedule.streaming")
 _EXCLUDED = (
   ("schedule.replay", _WHOLE_BATCH,
     "only whole groups of a whole batch are replayed; use {key}={value!r}"),
-  ("schedule.prune", _WHOLE_BATCH,
-    "pruning compares the responses of whole groups; use {key}={value!r}"),
   ("schedule.streaming",
     ("schedule.lag", "schedule.window", "schedule.stop",
      "schedule.dynamic_sampling"),
@@ -64,13 +53,11 @@ _EXCLUDED = (
   ("schedule.streaming", ("run.replay_every",),
     "a streamed batch is not kept for a second update; switch one of them"
     " off"),
-  ("schedule.streaming",
-    ("estimator.agree_share", "estimator.normalize", "loss.nll_coefficient",
-     "off_policy.ess_scale"), _NEEDS_WHOLE),
+  ("schedule.streaming", ("estimator.normalize", "loss.nll_coefficient"),
+    _NEEDS_WHOLE),
   ("sampler.engine",
     ("schedule.stop", "schedule.streaming", "environment.name",
-     "sampler.drafter", "sampler.entropy_tau", "sampler.processors",
-     "model.replay_routing"),
+     "sampler.drafter", "model.replay_routing"),
     "only the built-in engine does this; use {key}={value!r}"),
   ("sampler.drafter", ("schedule.stop", "schedule.streaming"),
     "drafting depends on measured times, which would decide which responses"
@@ -78,49 +65,39 @@ _EXCLUDED = (
   ("sampler.exact",
     ("sampler.engine",
      "sampler.drafter",  # Draft tokens are verified in another shape.
-     "sampler.processors",  # They sample from another distribution.
-     "sampler.entropy_tau",
      "schedule.lag",  # No token is from the newest weights.
      "schedule.streaming",  # The engine is busy.
-     "off_policy.keep_weights",  # Kept weights are scored in packed rows.
      # An update would drop choices, or round less than the sampler.
      "model.expert_capacity", "model.sampler_dtype", "model.cache_dtype",
      "model.sampler_matmul"),
     "the log-probs of sampler and trainer would not be equal; use"
     " sampler.exact=False or {key}={value!r}"),
 )
-_SAMPLED = (
-  *_WHOLE_BATCH, "data.group_size", "schedule.lag", "schedule.replay",
-  "schedule.prune", "schedule.dynamic_sampling", "environment.name",
-  "reward.group", "sampler.temperature", "loss.kl_coefficient",
-  "loss.kl_reward_coefficient", "loss.nll_coefficient")
-
-
-def orders(config: Any) -> Rules:
-  """Checks prompt sources with given responses, or further draws per batch."""
-  order = config.data.order
-  if order == "demonstrations":
-    advice = "demonstrations are not sampled; use {key}={value!r}"
-    return [
-      (has_critic(config), "data.order, estimator.name",
-        "demonstrations give a critic no rewards; use estimator.name='given'"),
-      *_excluded(config, "data.order", _SAMPLED, advice),
-    ]
-  make = PROMPT_SOURCES[order]
+def orders(config: Any, algorithm: Algorithm) -> Rules:
+  """Checks prompt sources with further draws per batch."""
+  make = algorithm.prompts or PROMPT_SOURCES[config.data.order]
   make = getattr(make, "func", make)  # The class in a functools.partial.
   if getattr(make, "again", PromptSource.again) is PromptSource.again:
     return []
-  return _excluded(config, "data.order", _WHOLE_BATCH,
+  key = "method.use" if algorithm.prompts else "data.order"
+  return _excluded(config, key, _WHOLE_BATCH,
     "this prompt source draws again once a complete batch has been judged; use"
     " {key}={value!r}")
 
 
-def exclusions(config: Any) -> Rules:
-  """Checks settings that exclude others."""
+def exclusions(config: Any, algorithm: Algorithm) -> Rules:
+  """Checks settings that exclude others, or methods."""
+  sampler = config.sampler
   return [
-    rule
-    for feature, keys, advice in _EXCLUDED if config_lib.get(config, feature)
-    for rule in _excluded(config, feature, keys, advice)
+    (sampler.engine and algorithm.processors, "sampler.engine, method.use",
+      "only the built-in engine has logits processors; use engine=''"),
+    (sampler.exact and (algorithm.processors or algorithm.companions),
+      "sampler.exact, method.use",
+      "the log-probs of sampler and trainer would not be equal; use"
+      " sampler.exact=False"),
+    *(rule
+      for feature, keys, advice in _EXCLUDED if config_lib.get(config, feature)
+      for rule in _excluded(config, feature, keys, advice)),
   ]
 
 
@@ -134,12 +111,13 @@ def _excluded(config, feature, keys, advice) -> Rules:
   ]
 
 
-def sizes(config: Any) -> Rules:
+def sizes(config: Any, algorithm: Algorithm) -> Rules:
   """Checks the sizes of batches and meshes, and the order of the rewards."""
   batch, slots = config_lib.batch_size(config), config.sampler.slots
   mesh = config.sampler.mesh
   # With windows the number of ended responses varies: any size is allowed.
-  critic = has_critic(config) and not config.schedule.window
+  roles = ("policy", "value") if algorithm.critic else ("policy",)
+  critic = algorithm.critic and not config.schedule.window
   return [
     (config.reward.correct <= config.reward.incorrect,
       "reward.correct, reward.incorrect",
@@ -160,7 +138,7 @@ def sizes(config: Any) -> Rules:
       f"run.steps, optimizer.{role}.epochs, optimizer.{role}.mini_batch,"
       f" optimizer.{role}.updates_per_step",
       "a run must have fewer than 2^31 updates; lower run.steps")
-      for role in (("policy", "value") if has_critic(config) else ("policy",))),
+      for role in roles),
     (0 < slots < max(config.data.group_size, config.eval.samples),
       "sampler.slots, data.group_size, eval.samples",
       "raise sampler.slots: the slots must hold at least one group"),
@@ -175,8 +153,8 @@ def sizes(config: Any) -> Rules:
   ]
 
 
-def unread(config: Any) -> Rules:
-  """Checks settings that the chosen source, reward or engine does not read."""
+def unread(config: Any, algorithm: Algorithm) -> Rules:
+  """Checks settings that the chosen parts do not read."""
   split = config.data.split != config_lib.KEYS["data.split"].default
   read = sources.reads(config.data.source)
   return [
@@ -190,6 +168,12 @@ def unread(config: Any) -> Rules:
       "reward.path, reward.name",
       f"only {' and '.join(rewards.OF_FILES)} read functions of a file; choose"
       " one of them, or leave reward.path out"),
+    *((used and replaced, f"method.use, {key}",
+      f"a method replaces it; leave {key} out")
+      for key, used, replaced in (
+        ("data.order", config.data.order != "shuffled", algorithm.prompts),
+        ("data.order_settings", config.data.order_settings, algorithm.prompts),
+        ("reward.group", config.reward.group, algorithm.group_reward))),
     (config.environment.settings and not config.environment.name,
       "environment.settings, environment.name",
       "there is no environment; choose one, or leave the settings out"),
@@ -200,23 +184,22 @@ def unread(config: Any) -> Rules:
   ]
 
 
-def windows(config: Any) -> Rules:
+def windows(config: Any, algorithm: Algorithm) -> Rules:
   """Checks T-PPO's windows and over-provisioning."""
   schedule, estimator = config.schedule, config.estimator
   windowed = schedule.window > 0
-  advantages, _ = choices.make_part(
-    choices.ESTIMATORS, "estimator", estimator.to_dict())
-  compares = of_learner.compares_groups(advantages)
+  compares = of_learner.compares_groups(algorithm.advantages)
   whole = schedule.stop == "all" and not schedule.dynamic_sampling
   return [
-    (windowed and (compares or not has_critic(config)),
-      "schedule.window, estimator.name",
+    (windowed and (compares or not algorithm.critic),
+      f"schedule.window, {of_learner.chosen(config, 'estimator.name')}",
       "group baselines need whole groups, but windows end their responses in"
-      " different steps; use estimator.name='gae' or schedule.window=0"),
+      " different steps; use a critic, or schedule.window=0"),
     (schedule.window > config.sampler.max_response_length,
       "schedule.window, sampler.max_response_length",
       "the window must not exceed the maximum response length"),
-    (windowed and config.reward.group, "schedule.window, reward.group",
+    (windowed and (config.reward.group or algorithm.group_reward),
+      f"schedule.window, {of_learner.chosen(config, 'reward.group')}",
       "responses of a group end in different steps; switch one of them off"),
     (windowed and schedule.dynamic_sampling,
       "schedule.window, schedule.dynamic_sampling",
@@ -243,74 +226,35 @@ def windows(config: Any) -> Rules:
   ]
 
 
-def replay(config: Any) -> Rules:
+def replay(config: Any, algorithm: Algorithm) -> Rules:
   """Checks the replay of earlier groups."""
   schedule = config.schedule
   most = config_lib.replayed_groups(config)
   return [
     (schedule.replay and not most, "schedule.replay, data.prompts_per_step",
       "less than one group of a batch would be replayed; raise one of them"),
-    (schedule.replay_for != "any" and not schedule.replay,
-      "schedule.replay_for, schedule.replay",
-      "there is no store; set schedule.replay above 0"),
-    (schedule.replay_for != "any" and schedule.dynamic_sampling,
-      "schedule.replay_for, schedule.dynamic_sampling",
-      "dynamic sampling drops unsolved groups; switch one of them off"),
-    (schedule.replay_for != "any" and config.estimator.drop_pivot,
-      "schedule.replay_for, estimator.drop_pivot",
-      "a group with a stored response has no median; switch one of them off"),
-    (schedule.replay_from and not schedule.share_in,
-      "schedule.replay_from, schedule.share_in",
-      "schedule.share_in records which shared groups a batch has used; set it"
-      " to a folder"),
-    (schedule.share_in and not schedule.replay,
-      "schedule.share_in, schedule.replay",
-      "shared responses are in the replay store; set schedule.replay above 0"),
-    (schedule.share_in and config.environment.name,
-      "schedule.share_in, environment.name",
-      "shared responses have no turns; switch one of them off"),
-    (config.loss.max_distance and config.estimator.normalize != "none",
-      "loss.max_distance, estimator.normalize",
-      "the normalized advantages would depend on a mask that depends on them;"
-      " use normalize='none'"),
-    (schedule.replay and config.off_policy.keep_weights,
-      "schedule.replay, off_policy.keep_weights",
-      "replayed tokens are older than kept weights; switch one of them off"),
     (schedule.replay and schedule.replay_capacity < most,
       "schedule.replay, schedule.replay_capacity",
       f"the store must hold the {most} groups that a batch replays"),
   ]
 
 
-def pruning(config: Any) -> Rules:
-  """Checks the dropping of unfinished responses."""
-  schedule = config.schedule
-  return [
-    (schedule.prune and schedule.lag and schedule.overlap,
-      "schedule.prune, schedule.lag, schedule.overlap",
-      "the learner's models cannot be read during an update; use"
-      " overlap=False"),
-    (schedule.prune and schedule.prune_at >= config.sampler.max_response_length,
-      "schedule.prune_at, sampler.max_response_length",
-      "responses would end before they are pruned; lower schedule.prune_at"),
-  ]
-
-
-def streaming(config: Any) -> Rules:
+def streaming(config: Any, algorithm: Algorithm) -> Rules:
   """Checks streaming: gradients accumulated while other groups are sampled."""
   if not config.schedule.streaming:
     return []
-  batch, made = config_lib.batch_size(config), make_algorithm(config)
-  read = leaves_of(["advantages"], made.parts)
-  own = [made.auxiliary.get(name) for name in config.loss.auxiliary]
-  over = "policy_mask", made.loss_mode
+  batch = config_lib.batch_size(config)
+  roles = ("policy", "value") if algorithm.critic else ("policy",)
+  own = {"nll", "kl", "entropy"}
+  over = "policy_mask", algorithm.mode
   whole = {
+    "estimator.name": "example_id" in leaves_of(
+      ["advantages"], algorithm.parts) and not config.method.use,
     # A loss over other tokens is divided by their number in the whole batch.
-    "loss.auxiliary": any(x and (x.mask, x.mode) != over for x in own),
-    # These compare groups of a prompt, or the critic with all returns.
-    "estimator.name": "example_id" in read or config.estimator.name == "evpo",
-    "loss.name": config.loss.name == "hapo",
-    "off_policy.proximal": config.off_policy.proximal == "ewma",
+    "method.use": algorithm.whole_batch or algorithm.step_scale or any(
+      name not in own and (x.mask, x.mode) != over
+      for name, x in algorithm.auxiliary.items()) or "example_id" in leaves_of(
+      ["advantages"], algorithm.parts),
   }
   return [
     *((config_lib.mini_batch(config, role) != batch
@@ -319,7 +263,7 @@ def streaming(config: Any) -> Rules:
       f" optimizer.{role}.updates_per_step, optimizer.{role}.epochs",
       "streaming makes one update per batch; use mini_batch=0,"
       " updates_per_step=1 and epochs=1")
-      for role in (("policy", "value") if has_critic(config) else ("policy",))),
+      for role in roles),
     *((needed, f"schedule.streaming, {key}", _NEEDS_WHOLE)
       for key, needed in whole.items()),
   ]

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm import base_models, digest, rewards
+from jaxrl_llm import config as config_lib
 from jaxrl_llm.data import benchmarks, curriculum, prompt_source, rows, sources
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.sources import MOST_READ
 from jaxrl_llm.data.tasks import Example, Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import InputError, located
+from jaxrl_llm.errors import InputError, as_input_error, located
+from jaxrl_llm.learner import core
+from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.models import ModelConfig, hf
 from jaxrl_llm.rollout import turns
 from jaxrl_llm.rollout.turns import ConversationConfig, EnvironmentCalls
@@ -33,7 +36,7 @@ class Problems(NamedTuple):
 
 
 def make_prompts(
-  config: Any, tokenizer: Tokenizer, *, rewarded: bool = True
+  config: Any, tokenizer: Tokenizer, algorithm: Algorithm
 ) -> tuple[PromptSource, list[Problems]]:
   """Makes the training prompts and the problems of each evaluation set.
 
@@ -43,15 +46,17 @@ def make_prompts(
   Args:
     config: settings of the run.
     tokenizer: tokenizer of the run.
-    rewarded: whether the method reads rewards, whose inputs the training data
-      must then have; the evaluation sets always need them.
+    algorithm: algorithm of the run. If it reads rewards, the training data must
+      have their inputs, as the evaluation sets always must.
 
   Raises:
     InputError: The data cannot be used.
   """
   data = config.data
-  make, own = prompt_source.PROMPT_SOURCES[data.order], data.order_settings
-  records = _records_prompts(config, make)
+  make, own = algorithm.prompts, algorithm.prompt_settings
+  if make is None:
+    make, own = prompt_source.PROMPT_SOURCES[data.order], data.order_settings
+  records = _records_prompts(algorithm, make)
   # Runs with different seeds that share a pool have the same questions.
   seed = 0 if data.pool or records else config.run.seed
   train, sets = _examples(config, seed)
@@ -60,7 +65,8 @@ def make_prompts(
     size = _POOL
   if size:
     train = sources.LazySource(train.__getitem__, range(min(size, len(train))))
-  if rewarded and not config.reward.group:
+  rewarded = {"rewards", "correct"} & algorithm.leaves
+  if rewarded and not (config.reward.group or algorithm.group_reward):
     check_inputs(config.reward, [train[i] for i in _checked(train)])
   play = make_play(config)
   template = _template(config, tokenizer, train, play)
@@ -80,7 +86,12 @@ def make_prompts(
   sizes["group_size"] = data.group_size
   read = sizes.keys() & inspect.signature(make).parameters
   sizes = {name: sizes[name] for name in read}
-  with own_settings(config, "data.order_settings", data.order):
+  named = own_settings(config, "data.order_settings", data.order)
+  if algorithm.prompts:
+    what = f"config.method.use={config.method.use!r}"
+    advice = "correct the arguments of its prompt source"
+    named = as_input_error(what, advice, TypeError, ValueError)
+  with named:
     stream = make(train, seed=config.run.seed, **settings, **sizes, **own)
   processes.in_shares(stream.check, _checked(stream))
   return stream, problems
@@ -104,12 +115,12 @@ def notes(stream: PromptSource) -> list[str]:
   ]
 
 
-def _records_prompts(config: Any, make: Callable[..., PromptSource]) -> bool:
+def _records_prompts(
+  algorithm: Algorithm, make: Callable[..., PromptSource]
+) -> bool:
   """Returns whether the run keeps a record of each prompt."""
-  schedule = config.schedule
-  asked_again = schedule.share_in or schedule.replay_for != "any"
   ranked = isinstance(make, type) and issubclass(make, curriculum.Curriculum)
-  return bool(asked_again or ranked)
+  return bool(algorithm.feed or algorithm.replay or ranked)
 
 
 def _problems(config, one, trained, settings) -> Problems:
@@ -184,6 +195,13 @@ def digests(config: Any) -> dict[str, str]:
   named |= {"reward.path": config.reward.path, "run.plugins": plugins}
   texts = [x for x in data.order_settings.values() if isinstance(x, str)]
   named["data.order_settings"] = ",".join(texts)
+  paths = [
+    config_lib.get(config, key)
+    for key, setting in config_lib.KEYS.items()
+    if key.startswith("method.") and setting.path == config_lib.PATH
+  ]
+  texts = [path for path in paths if isinstance(path, str)]
+  named["method"] = ",".join(texts + core.files(config))
   of = lambda paths: filter(pathlib.Path.is_file, rows.files(paths))
   found = {key: digest.of_files(of(paths)) for key, paths in named.items()}
   model = hf.settings_digest(base_models.model_path(config))
@@ -329,7 +347,7 @@ def check_context(
   total = config.data.max_prompt_length + config.sampler.max_response_length
   context = model_config.max_position_embeddings
   if total + before > context:
-    answers = " + config.value.answer_tokens" if before else ""
+    answers = " + the tokens of the critic's view" if before else ""
     raise InputError(
       "config.data.max_prompt_length + config.sampler.max_response_length"
       f"{answers} = {total + before} exceeds the model's context of {context}"

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.choices import has_critic
+from jaxrl_llm.learner import core
 
 
 class Meshes(NamedTuple):
@@ -86,7 +86,8 @@ def _mesh(config: Any, key: str, devices: list, why: str = "") -> Mesh:
 
 def _check_micro_batch_size(config: Any, mesh: Mesh) -> None:
   split = sharding.batch_size_of(mesh)
-  for role in ("policy", "value") if has_critic(config) else ("policy",):
+  critic = core.compose(config).critic
+  for role in ("policy", "value") if critic else ("policy",):
     rows = config.optimizer[role].micro_batch_size
     if rows % split:
       raise InputError(

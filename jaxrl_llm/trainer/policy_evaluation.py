@@ -13,7 +13,9 @@ from jaxrl_llm import models, rewards, workdir
 from jaxrl_llm.data import sources
 from jaxrl_llm.errors import InputError, check_choice
 from jaxrl_llm.evaluate import Evaluation
-from jaxrl_llm.learner import choices
+from jaxrl_llm.learner import core
+from jaxrl_llm.learner.algorithm import Algorithm
+from jaxrl_llm.rollout import search as searches
 from jaxrl_llm.rollout.worker import run_key
 from jaxrl_llm.system import plugin
 from jaxrl_llm.trainer import build
@@ -51,6 +53,7 @@ def make_config(
   config_lib.update(config, changes)
   if policy.step is not None and not policy.trust_code:
     named = [("run.plugins", file) for file in config.run.plugins]
+    named += [("method.use", file) for file in core.files(config)]
     if config.reward.name in rewards.OF_FILES:
       named.append(("reward.path", config.reward.path))
     unknown = [file for key, file in named if key not in changes]
@@ -65,6 +68,7 @@ def make_config(
     config.eval.source = "" if files else "jsonl"
     reads = data.template == "few_shot" or config.eval.on_overlap == "drop"
     reads = reads or data.order != "shuffled" or data.path == datasets
+    reads = reads or bool(_algorithm(config).prompts)
     # Otherwise no training data is needed: its files may be large, or missing
     # on this machine.
     if files and not (reads and data.path):
@@ -73,6 +77,13 @@ def make_config(
   slots = config.sampler.slots or config_lib.batch_size(config)
   config.sampler.slots = max(slots, config.eval.samples)
   return config
+
+
+def _algorithm(config: Any) -> Algorithm:
+  """Returns the algorithm of a run, whose plugins it loads."""
+  for file in config.run.plugins:
+    plugin.load(file)
+  return core.make_algorithm(config)
 
 
 def _fitting_settings(policy: Any) -> dict[str, Any]:
@@ -150,10 +161,10 @@ def _critic_values(policy: Any, run: Run) -> Callable[[Rollout], np.ndarray]:
   member = run.learner.critic
   if policy.step is None or member is None:
     raise InputError(f"{policy.path}: has no critic; give a run with one")
-  if run.config.value.answer_format:
+  if run.learner.views:
     raise InputError(
-      f"{policy.path}: its critic reads the answers (value.answer_format), but"
-      " the choice of a response must not depend on them"
+      f"{policy.path}: its critic reads the answers, but the choice of a"
+      " response must not depend on them"
     )
   params = workdir.restore_params(
     policy.path, policy.step, "critic", member.params
@@ -185,7 +196,7 @@ def _make_search(
   run: Run, name: str, values: Callable[[Rollout], np.ndarray]
 ) -> Callable[..., Rollout]:
   """Returns the search of an evaluation; see `Evaluator.search`."""
-  check_choice("search", name, choices.SEARCHES)
+  check_choice("search", name, searches.SEARCHES)
   if run.config.environment.name:
     raise InputError("search does not support environments; leave it out")
   low, high = run.config.reward.incorrect, run.config.reward.correct
@@ -193,4 +204,4 @@ def _make_search(
   def chance(rollout: Rollout) -> np.ndarray:
     return np.clip((values(rollout) - low) / (high - low), 0.01, 0.99)
 
-  return lambda write, begun: choices.SEARCHES[name](write, chance, begun)
+  return lambda write, begun: searches.SEARCHES[name](write, chance, begun)

@@ -10,7 +10,7 @@ import jax
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import sampling, sharding, sync
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.learner import choices
+from jaxrl_llm.learner.algorithm import Algorithm, ProcessorSpec
 from jaxrl_llm.learner.state import TrainingBatch
 from jaxrl_llm.models import ModelFns, experts
 from jaxrl_llm.models.adapters import FACTORS
@@ -32,7 +32,11 @@ _BEYOND_A_PAGE = 16
 
 
 def make_engine(
-  config: Any, fns: ModelFns, tokenizer: Tokenizer, mesh: jax.sharding.Mesh
+  config: Any,
+  fns: ModelFns,
+  tokenizer: Tokenizer,
+  mesh: jax.sharding.Mesh,
+  processors: Mapping[str, ProcessorSpec],
 ) -> RolloutEngine:
   """Makes the engine, with slots sharded over the sampler's mesh.
 
@@ -46,7 +50,6 @@ def make_engine(
   rows = EXACT_ROWS if config.sampler.exact else 1
   split = sharding.slots_size_of(mesh) * rows
   stop = tokenizer.single_tokens(config.sampler.stop, "config.sampler.stop")
-  processors = choices.logits_processors(config.sampler.to_dict())
   drafter = DRAFTERS[config.sampler.drafter](fns)
   sizes = EngineConfig(
     slots=-(-slots // split) * split,
@@ -134,7 +137,11 @@ def _tolerance(config: Any, meshes: Meshes) -> sync.Tolerance:
 
 
 def make_batch_check(
-  config: Any, fns: ModelFns, meshes: Meshes, tokenizer: Tokenizer
+  config: Any,
+  fns: ModelFns,
+  meshes: Meshes,
+  tokenizer: Tokenizer,
+  algorithm: Algorithm,
 ) -> Callable[[TrainingBatch], None]:
   """Makes the check of the log-probs of a scored batch, by any engine.
 
@@ -152,8 +159,7 @@ def make_batch_check(
   scale = 1 / min(sampler.temperature, 1)
   token = math.inf if experts.kinds(fns.config) else scale * tolerance.token
   tolerance = tolerance._replace(mean=scale * tolerance.mean, token=token)
-  differs = sampler.processors or sampler.entropy_tau
-  differs = differs or config.model.expert_capacity
+  differs = algorithm.processors or config.model.expert_capacity
   if sampler.exact:
     tolerance = sync.Tolerance(0, 0, 0)
   elif differs or not sampler.parity_check_every:

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm.errors import InputError, as_input_error
-from jaxrl_llm.learner import choices
+from jaxrl_llm.config import moved, zoo
+from jaxrl_llm.errors import InputError, as_input_error, refuse
+from jaxrl_llm.learner import core
 from jaxrl_llm.trainer import constraints
 
 
@@ -31,20 +32,17 @@ def validate(config: Any) -> None:
       continue
     for one in value if isinstance(value, tuple) else (value,):
       if one not in key.allowed:
-        raise InputError(f"config.{path}={value!r} must be {key.allowed}")
+        raise InputError(
+          f"config.{path}={value!r} must be {key.allowed}"
+          f"{moved.of_value(one, zoo.names())}"
+        )
   if jax.config.jax_enable_x64:
     raise InputError(
       "jax_enable_x64 is set, by the environment or a plugin, but runs compute"
       " in at most 32 bits; remove it"
     )
-  for keys, why in constraints.broken(config).items():
-    values = {key: config_lib.get(config, key) for key in keys.split(", ")}
-    named = " with ".join(
-      # The repr of a config group has several lines.
-      f"config.{key}={getattr(x, 'to_dict', lambda x=x: x)()!r}"
-      for key, x in values.items()
-    )
-    raise InputError(f"{named}: {why}")
+  for wrong, keys, advice in constraints.rules(config, core.compose(config)):
+    refuse(config, wrong, keys, advice)
 
 
 def check_effect(config: Any) -> None:
@@ -57,10 +55,10 @@ def check_effect(config: Any) -> None:
     InputError: A setting of the critic is neither the default nor the method's.
   """
   name, _, preset = config.run.method.partition(":")
-  if name not in config_lib.methods() or choices.has_critic(config):
+  if name not in config_lib.methods() or core.compose(config).critic:
     return
   usual = config_lib.based_on(name, preset)
-  if choices.has_critic(usual):  # Variants of a study may share settings.
+  if core.compose(usual).critic:  # Variants of a study may share settings.
     return
   for key in filter(lambda key: key.startswith("value."), config_lib.KEYS):
     value = config_lib.get(config, key)

@@ -24,6 +24,7 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import workdir as reading
 from jaxrl_llm.data import sources
 from jaxrl_llm.errors import InputError, TrainingStopped, as_input_error
+from jaxrl_llm.learner import core
 from jaxrl_llm.models import hf
 from jaxrl_llm.system import files, processes
 from jaxrl_llm.trainer import validation
@@ -166,7 +167,7 @@ class Workdir:
     moved, fixed = set(), {config_lib.FIXED}
     if config.schedule.window or config.schedule.stop != "all":
       fixed.add(config_lib.IN_FLIGHT)
-    if config.off_policy.keep_weights:
+    if core.compose(config).companions:
       fixed.add(config_lib.KEPT)
     if "split" not in sources.reads(config.data.source):
       fixed.add(config_lib.HELD_OUT)

@@ -231,7 +231,7 @@ def measure_update(sizes: Sizes) -> Iterator[Numbers]:
 
 def _step(update, batch, held):
   """Replaces the state in `held` by its update, which donates its buffers."""
-  held[0], _ = update(held[0], batch, np.float32(1.0))
+  held[0], _ = update.whole(held[0], batch)
   return held[0]
 
 

@@ -10,7 +10,7 @@ from benchmarks import tail, workloads
 from jaxrl_llm import estimators, metrics
 from jaxrl_llm.learner import packing
 from jaxrl_llm.learner import update as update_lib
-from jaxrl_llm.learner.choices import POLICY_LOSSES
+from jaxrl_llm.learner.core import clip
 from jaxrl_llm.learner.members import Training
 from jaxrl_llm.learner.optimizer import create_train_state, make_optimizer
 from jaxrl_llm.learner.scoring import score_logprobs
@@ -18,7 +18,7 @@ from jaxrl_llm.learner.scoring import score_logprobs
 
 def make_training(fns):
   """Returns the training of a policy with the clipped token-mean loss."""
-  loss = POLICY_LOSSES["clip"]({"clip_low": 0.2, "clip_high": 0.28})
+  loss = clip({"clip_low": 0.2, "clip_high": 0.28})
   return Training(
     update_lib.policy_objective(fns, loss, {}),
     jax.jit(functools.partial(score_logprobs, fns=fns)),
@@ -84,7 +84,7 @@ def measure_train_step(options) -> workloads.Samples:
     with timer.phase("prepare"):
       batch = make_batch(fns, training, rollout, **shape)
     with timer.phase("update"):
-      state, _ = jax.block_until_ready(update(state, batch, np.float32(1.0)))
+      state, _ = jax.block_until_ready(update.whole(state, batch))
     with timer.phase("sync"):
       sampler.params = sampler.for_sampling(state.trained)
       jax.block_until_ready(sampler.params)
@@ -92,7 +92,7 @@ def measure_train_step(options) -> workloads.Samples:
     # One update per batch needs no scoring, so it is not part of the step.
     with timer.phase("score"):
       params = state.trained
-      scored = training.score(params, batch.packed, np.float32(1.0))
+      scored = training.score(params, batch.packed)
       jax.block_until_ready(scored)
     row |= {"time/score_s": timer.collect()["time/score_s"]}
     rows.append(row | {"compilations": compiles.collect()})

@@ -62,7 +62,7 @@ def lines(name: str, folder: pathlib.Path, seed: int = 0) -> Iterator[str]:
   if name == "distill":
     wide = dataclasses.replace(tiny_run.model_config(), intermediate_size=64)
     teacher = tiny_run.write_model(folder / "teacher", wide)
-    settings["estimator.settings"] = {"teachers": str(teacher)}
+    settings["method.distill.teachers"] = str(teacher)
   model = tiny_run.write_model(folder / "model")
   config = tiny_run.make_config(model, settings.pop("method"), **settings)
   with contextlib.redirect_stdout(sys.stderr):

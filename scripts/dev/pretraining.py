@@ -28,10 +28,12 @@ from jaxrl_llm.data.sources import make_source
 from jaxrl_llm.data.tasks import CHARACTERS, MAX_TOTAL, ChainProblem, Problem
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import choices, optimizer, packing
+from jaxrl_llm.learner import optimizer, packing
 from jaxrl_llm.learner.members import Training
 from jaxrl_llm.learner.packing import PackedBatch
+from jaxrl_llm.learner.parts import part
 from jaxrl_llm.learner.update import make_update, policy_objective
+from jaxrl_llm.methods.sft import likelihood
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.sampling import EngineConfig, new_requests
 from jaxrl_llm.types import Origin, Status
@@ -136,7 +138,7 @@ def pretrain(
   )
   params = jax.jit(fns.init)(jax.random.key(settings.seed))
   train_state = optimizer.create_train_state(params, transform)
-  loss = choices.POLICY_LOSSES["likelihood"]({})
+  loss = part(likelihood)
   training = Training(
     policy_objective(fns, loss, {}),
     score=None,
@@ -149,7 +151,7 @@ def pretrain(
   source = make_source(*task, seed=settings.seed)
   for i in range(settings.steps):
     batch = _batch(tokenizer, source, settings, i, training)
-    train_state, metrics = update(train_state, batch, 1.0)
+    train_state, metrics = update.whole(train_state, batch)
     if i % 100 == 0 or i == settings.steps - 1:
       log(i, float(metrics["policy/loss"]))
   return train_state.trained

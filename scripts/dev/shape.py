@@ -39,7 +39,7 @@ GOALS = {
   "tables": ("tables of parts in learner/", 6),
   "untyped_config": ("`config: Any`", 5),
   "untyped": ("parameters without a type", 500),
-  "keys": ("keys of a config", 186),
+  "keys": ("keys of a config, without those of single methods", 186),
   "lines": ("lines of code", 21_500),
 }
 GOALS_OF_A_RUN = {
@@ -99,7 +99,8 @@ def _untyped(text: str) -> int:
 
 def measures() -> collections.Counter[str]:
   """Returns the measures of `GOALS`."""
-  found = collections.Counter(keys=len(config.KEYS))
+  of_all = [x for x in config.KEYS if not re.match(r"method\.\w+\.", x)]
+  found = collections.Counter(keys=len(of_all))
   for path, text in _files().items():
     room, *_ = path.relative_to(_PACKAGE).parts
     if room not in _ZOO:

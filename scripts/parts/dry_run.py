@@ -124,7 +124,7 @@ def lower_all(
   """
   if config.sampler.engine:
     return lower(learner)
-  processors = learner.algorithm.processors.items()
+  processors = learner.algorithm.stateful_processors.items()
   _, prompts = engine.config.prompts_per_prefill(config.data.group_size)
   return engine.lower(
     shapes,

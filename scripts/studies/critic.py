@@ -44,8 +44,7 @@ from jaxrl_llm import checkpoint, models, workdir
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.tasks import ChainProblem
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import choices
-from jaxrl_llm.learner.choices import has_critic
+from jaxrl_llm.learner import core
 from jaxrl_llm.report.figure import figure
 from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.trainer import build
@@ -75,8 +74,8 @@ def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
   else:
     config = config.copy_and_resolve_references()
     config.value.init_from = path
-    if not has_critic(config):
-      config.estimator.name = "gae"
+    if not core.compose(config).critic:
+      config.estimator.name, config.method.use = "gae", ()
   run = build.make_run(config)
   critic, make = run.learner.critic, run.critic_params
   if critic is None:
@@ -90,10 +89,10 @@ def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
       folder, number, "critic", critic.params
     )
   learner = run.learner
-  if view := choices.VIEWS.switched_on(config.value):
+  if view := learner.algorithm.critic.view:
     # The run's own data may differ: take the answers from these prompts.
     answers = {prompt.example_id: prompt.answer for prompt in judged.prompts}
-    view = functools.partial(view, answers.__getitem__, run.tokenizer)
+    view = functools.partial(view.fn, answers.__getitem__, run.tokenizer)
     learner = dataclasses.replace(learner, views={"critic": view})
   rollout, state = judged.responses.rollout, learner.init(critic=make)
   values = learner.read(state, "values", rollout)
@@ -278,7 +277,7 @@ def make_config(options: argparse.Namespace) -> Any:
 
 def own_critic(folder: pathlib.Path, step: str | None) -> str:
   """Returns the name of a run's own critic; '' without one."""
-  if step is not None and has_critic(workdir.read_config(folder)):
+  if step is not None and core.compose(workdir.read_config(folder)).critic:
     return f"{folder}:{workdir.find_step(folder, step)}"
   return str(folder) if (folder / FOLDER).exists() else ""
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm import digest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import parts, providers
-from jaxrl_llm.learner.build_algorithm import with_monte_carlo_returns
+from jaxrl_llm.learner.core import with_monte_carlo_returns
 from jaxrl_llm.metrics.writers import JsonlWriter, read_rows
 from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights

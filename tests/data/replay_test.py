@@ -7,8 +7,9 @@ import pytest
 from helpers import doors, tiny_run
 
 from jaxrl_llm import register
-from jaxrl_llm.data.replay import REPLAYS, Replay
+from jaxrl_llm.data.replay import Replay
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.methods.dart import Successes
 from jaxrl_llm.trainer import build
 from jaxrl_llm.types import join_rows, unjudged
 
@@ -83,7 +84,7 @@ def solved(example_ids, right, **ids):
 class TestSuccesses:
   @pytest.fixture
   def dart(self):
-    return REPLAYS["unsolved"](**MAKE)
+    return Successes(**MAKE)
 
   def test_the_newest_correct_response_to_a_prompt_is_stored(self, dart):
     store = dart.add(None, solved([7, 8, 9], [True, False, True]))
@@ -134,11 +135,9 @@ class TestSuccesses:
       model,
       tmp_path / "run",
       schedule__replay=0.9,
-      schedule__replay_for="unsolved",
       reward__name="rare",
-      estimator__name="example",
+      method__use=("dars", "dart"),
       data__pool=4,
-      data__order="dars",
       schedule__lag=1,
     )
     assert [row["rollout/replayed"] > 0 for row in rows[1:]] == [False, True]
@@ -152,8 +151,7 @@ class TestSuccesses:
     {"estimator__name": "gae", "optimizer__value__mini_batch": 8},
     {
       "schedule__lag": 1,
-      "data__order": "dars",
-      "estimator__name": "example",
+      "method__use": ("dars",),
     },
   ],
 )
@@ -185,14 +183,14 @@ def test_a_run_replays_and_resumes_bit_for_bit(model, tmp_path, changes):
       {"schedule__streaming": True, "optimizer__policy__mini_batch": 16},
       "use schedule.streaming=False",
     ),
-    ({"schedule__lag": 1, "off_policy__keep_weights": "float32"}, "older than"),
+    ({"schedule__lag": 1, "method__use": ("kept_weights",)}, "older than"),
     ({"schedule__replay": 0.1}, "less than one group"),
     (
-      {"schedule__replay": 0.0, "schedule__replay_for": "unsolved"},
+      {"schedule__replay": 0.0, "method__use": ("dart",)},
       "there is no store",
     ),
     (
-      {"schedule__dynamic_sampling": True, "schedule__replay_for": "unsolved"},
+      {"schedule__dynamic_sampling": True, "method__use": ("dart",)},
       "drops unsolved groups",
     ),
     ({"schedule__replay_capacity": 1}, "must hold the 2 groups"),

@@ -165,7 +165,7 @@ def test_a_declared_precision_or_no_check_lets_it_go_on(
     ({"schedule__stop": "first_groups"}, "schedule.stop='first_groups': only"),
     ({"environment__name": "calculator"}, "environment.name='calculator': onl"),
     ({"sampler__drafter": "prompt_lookup"}, "drafter='prompt_lookup': only"),
-    ({"sampler__entropy_tau": 0.1}, "sampler.entropy_tau=0.1: only the built"),
+    ({"method__use": ("hapo",)}, r"method.use=.'hapo',.: only the built-in"),
     ({"sampler__engine_settings": {"batch": 0}}, "the settings of 'server'"),
     ({"sampler__engine_settings": {"bach": 1}}, "the settings of 'server'"),
   ],

@@ -23,6 +23,8 @@ def longest(texts, verdicts):
   return [v.correct and len(t) == most for t, v in zip(texts, verdicts)]
 """
 
+LABELS = {"method__use": ("majority",)}
+
 
 def test_has_the_time_and_the_process_of_a_reward(tmp_path, monkeypatch):
   monkeypatch.setattr("sys.path", list(sys.path))
@@ -50,7 +52,7 @@ def test_labels_train_and_never_evaluate(model, tmp_path, streaming):
   rows = doors.train(
     model,
     tmp_path / "run",
-    reward__group="majority",
+    **LABELS,
     schedule__streaming=streaming,
     optimizer__policy__mini_batch=16,
   )
@@ -67,7 +69,7 @@ def test_labels_train_and_never_evaluate(model, tmp_path, streaming):
 
 
 def test_pretraining_and_training_share_its_processes(model):
-  run = build.make_run(tiny_run.make_config(model, reward__group="majority"))
+  run = build.make_run(tiny_run.make_config(model, **LABELS))
   shared = run.worker.group_reward
   assert shared is not None and run.pretraining.worker.group_reward is shared
 
@@ -78,7 +80,7 @@ def test_a_failed_reward_is_still_reported(model):
 
   register.reward("broken", broken)
   run = build.make_run(
-    doors.make_config(model, reward__name="broken", reward__group="majority")
+    doors.make_config(model, reward__name="broken", **LABELS)
   )
   *_, collected = tiny_run.collect(run)
   (sample,) = collected.new_failures
@@ -88,12 +90,14 @@ def test_a_failed_reward_is_still_reported(model):
 def test_a_window_is_refused(model):
   config = doors.make_config(
     model,
-    reward__group="majority",
+    **LABELS,
     schedule__window=4,
     estimator__name="gae",
     loss__overlong_filter=False,
   )
-  with pytest.raises(InputError, match="reward.group=.majority.: responses"):
+  with pytest.raises(
+    InputError, match=r"window=4 with .*use=.'majority',.: resp"
+  ):
     build.make_run(config)
 
 

@@ -1,5 +1,7 @@
 """User-defined logits processors in a run."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +9,8 @@ from helpers import doors
 
 from jaxrl_llm import register
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.algorithm import ProcessorSpec
+from jaxrl_llm.learner.parts import part
 from jaxrl_llm.trainer import build
 
 
@@ -28,18 +32,19 @@ def no_zeros(distribution, context, state):
   return distribution._replace(logits=changed)
 
 
-def register_both():
-  register.logits_processor("no_zeros", no_zeros)
-  register.logits_processor(
-    "cooler", cooler, state=accuracy, initial=np.float32(0.3)
-  )
+def both(algorithm, s):
+  """A method with a stateless and a stateful processor."""
+  fn = functools.partial(cooler, temperature=s.sampler.temperature)
+  stateful = ProcessorSpec(fn, part(accuracy), np.float32(0.3))
+  given = {"no_zeros": ProcessorSpec(no_zeros), "cooler": stateful}
+  return algorithm.change(processors=given)
 
 
-BOTH = {"sampler__processors": ("no_zeros", "cooler")}
+BOTH = {"method__use": ("both",)}
 
 
 def test_trains_with_a_correction(model, tmp_path):
-  register_both()
+  register.method("both", both)
   rows = doors.train(
     model, tmp_path / "run", off_policy__correction="truncate", **BOTH
   )
@@ -54,19 +59,14 @@ def test_trains_with_a_correction(model, tmp_path):
 @pytest.mark.parametrize(
   ("changes", "why"),
   [
-    ({}, r"processors=.* with config.off_policy.correction='auto': they chan"),
-    ({"sampler__processors": ("nope",)}, "config.sampler.processors=.*nope"),
+    ({}, r"use=.* with config.off_policy.correction='auto': they change the s"),
+    ({"method__use": ("both", "both")}, "there is a '.*' already; use another"),
   ],
 )
 def test_what_does_not_agree_with_the_trainer_is_refused(model, changes, why):
-  register_both()
+  register.method("both", both)
   with pytest.raises(InputError, match=why):
     build.make_run(doors.make_config(model, **BOTH | changes))
-
-
-def test_a_setting_that_there_is_not_is_refused():
-  with pytest.raises(ValueError, match="config.sampler has no setting 'tau'"):
-    register.logits_processor("tau", lambda d, c, s, *, tau: d)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,12 @@ def test_a_setting_that_there_is_not_is_refused():
   ],
 )
 def test_arguments_that_there_are_not_are_refused(model, fn, state, why):
-  register.logits_processor("own", fn, state=state, initial=np.float32(0))
+  given = {"own": ProcessorSpec(fn, state and part(state), np.float32(0))}
+  register.method(
+    "own", lambda algorithm, s: algorithm.change(processors=given)
+  )
   config = doors.make_config(
-    model, sampler__processors=("own",), off_policy__correction="mask"
+    model, method__use=("own",), off_policy__correction="mask"
   )
   with pytest.raises(InputError, match=why):
     build.make_run(config)

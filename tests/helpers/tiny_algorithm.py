@@ -6,14 +6,14 @@ import jax
 import numpy as np
 from helpers import tiny_run
 
-from jaxrl_llm.learner import build_algorithm, members, packing, parts
+from jaxrl_llm.learner import core, members, packing, parts
 from jaxrl_llm.types import Status, take_rows
 
 ROWS, ROOM, GROUP = 12, 9, 4
 
 
 def make_algorithm(**changes):
-  return build_algorithm.make_algorithm(tiny_run.make_config("none", **changes))
+  return core.make_algorithm(tiny_run.make_config("none", **changes))
 
 
 def evaluate(made, given):

@@ -289,6 +289,7 @@ def with_config(run: build.Run, **changes) -> build.Run:
       run.source,
       run.judge,
       run.worker.writer.turn_taking,
+      made.learner.algorithm,
     ),
     pipeline=made.pipeline,
     learner=learner,

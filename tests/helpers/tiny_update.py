@@ -11,7 +11,7 @@ from helpers.tiny_algorithm import pack_critic, pack_policy
 
 from jaxrl_llm import losses, models, sharding
 from jaxrl_llm.learner import packing, update
-from jaxrl_llm.learner.build_algorithm import make_algorithm
+from jaxrl_llm.learner.core import make_algorithm
 from jaxrl_llm.learner.optimizer import create_train_state
 from jaxrl_llm.types import take_rows
 
@@ -82,7 +82,7 @@ ALGORITHMS = {
   "gspo": make_algorithm(
     tiny_run.make_config(
       "none",
-      loss__name="gspo",
+      method__use=("gspo",),
       **{f"loss__{name}": bound for name, bound in GSPO.items()},
       loss__nll_coefficient=0.0,
       loss__kl="k2",
@@ -111,7 +111,7 @@ def make_batch(
     micro_batches=-(-len(rows) // micro_batch_size),
     share=share,
   )
-  batch = packing.MiniBatch(rows, layout, rollout)
+  batch = packing.MiniBatch(rows, layout, rollout, temperature=TEMPERATURE)
   inputs = take_rows(data, rows)
   if kind == "value":
     return pack_critic(inputs, batch, ALGORITHMS["policy"], size)
@@ -155,17 +155,13 @@ def make_state(kind, config=CONFIG):
   return create_train_state(params, SGD)
 
 
-def settings_of(kind):
-  return () if kind == "value" else (TEMPERATURE,)
-
-
 def updated(kind, batch, mesh=None, config=CONFIG):
   """Returns the state after one update of the weights, and its metrics."""
   state = make_state(kind, config)
   if mesh is not None:
     state = jax.device_put(state, places(kind, mesh, config))
     batch = packing.place(batch, mesh)
-  return make_update(kind, mesh, config)(state, batch, *settings_of(kind))
+  return make_update(kind, mesh, config).whole(state, batch)
 
 
 def change_of(kind, after, config=CONFIG):

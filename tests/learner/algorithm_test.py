@@ -7,14 +7,21 @@ import pytest
 import reference
 from helpers.tiny_algorithm import compute, make_algorithm, make_inputs
 
-from jaxrl_llm.learner import build_algorithm, choices
+from jaxrl_llm.learner import core
 from jaxrl_llm.methods import vcpo
 
 
-@pytest.mark.parametrize("name", choices.LAMBDA_RULES)
-def test_every_lambda_rule_gives_each_row_or_token_one(name):
-  inputs, made = make_inputs(), make_algorithm(estimator__lambda_schedule=name)
-  shape = inputs["mask"].shape[: 2 if name == "segments" else 1]
+@pytest.mark.parametrize(
+  ("changes", "axes"),
+  [
+    ({"estimator__lambda_schedule": "constant"}, 1),
+    ({"estimator__lambda_schedule": "length_adaptive"}, 1),
+    ({"method__use": ("sae",)}, 2),
+  ],
+)
+def test_every_lambda_rule_gives_each_row_or_token_one(changes, axes):
+  inputs, made = make_inputs(), make_algorithm(**changes)
+  shape = inputs["mask"].shape[:axes]
   assert compute(made, "policy_lambda", inputs).shape == shape
 
 
@@ -23,7 +30,7 @@ class TestReturns:
   def test_lambda_of_the_critic_is_its_own(self, pretraining):
     made = make_algorithm(estimator__lambda_value=0.3, estimator__gamma=0.9)
     if pretraining:  # Monte Carlo, whatever the λ.
-      made = build_algorithm.with_monte_carlo_returns(made, gamma=0.9)
+      made = core.with_monte_carlo_returns(made, gamma=0.9)
     inputs = make_inputs()
     expected = reference.lambda_returns(
       *(inputs[name] for name in ("token_rewards", "values", "mask")),
@@ -49,7 +56,7 @@ class TestReturns:
       "trainable": trainable,
       "truncated": np.asarray([0, 0, 0, 1, 0], bool),
     }
-    made = build_algorithm.as_reward_model(make_algorithm())
+    made = core.as_reward_model(make_algorithm())
     np.testing.assert_array_equal(
       compute(made, "value_mask", inputs),
       [[0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
@@ -66,7 +73,7 @@ class TestReturns:
   ],
 )
 def test_the_constant_length_of_a_loss_mode(changes, expected):
-  assert make_algorithm(**changes).loss_norm == expected
+  assert make_algorithm(**changes).norm == expected
 
 
 def test_the_step_scale_by_hand():

@@ -13,8 +13,7 @@ from helpers.tiny_run import make_run
 
 from jaxrl_llm import metrics, rewards
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import providers
-from jaxrl_llm.learner.choices import PROXIMALS, correction_of
+from jaxrl_llm.learner import core, providers
 from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.validation import validate
 from jaxrl_llm.types import join_rows, take_rows
@@ -25,6 +24,13 @@ WIDE = {
   "loss__nll_coefficient": 0.0,
   "off_policy__high": 1e9,
 }
+# Proximal policy -> the settings that choose it.
+PROXIMALS = {
+  "recompute": {},
+  "stored": {"off_policy__proximal": "stored"},
+  "interpolate": {"method__use": ("a_3po",)},
+  "ewma": {"method__use": ("ppo_ewma",)},
+}
 
 
 class TestImportanceWeights:
@@ -32,17 +38,16 @@ class TestImportanceWeights:
 
   @pytest.mark.parametrize("loss", ["clip", "cispo"])
   @pytest.mark.parametrize("correction", ["auto", "none", "truncate", "mask"])
-  @pytest.mark.parametrize("proximal", sorted(PROXIMALS))
+  @pytest.mark.parametrize("proximal", PROXIMALS)
   def test_every_accepted_pair(self, proximal, correction, loss):
-    changes = WIDE | {
-      "off_policy__proximal": proximal,
-      "off_policy__correction": correction,
-      "loss__name": loss,
-    }
+    changes = WIDE | PROXIMALS[proximal]
+    changes["off_policy__correction"] = correction
+    if loss == "cispo":
+      changes["method__use"] = (*changes.get("method__use", ()), loss)
     try:
       validate(tiny_run.make_config("none", **changes))
     except InputError as error:
-      assert "off_policy" in str(error)
+      assert "off_policy" in str(error) or "'a_3po' is defined" in str(error)
       return
     made = make_algorithm(**changes)
     rng = np.random.default_rng(0)
@@ -62,7 +67,7 @@ class TestImportanceWeights:
       "mask": mask,
       "segments": mask.astype(int),
     }
-    inputs["proximal_logprobs"] = inputs[PROXIMALS[proximal]]
+    inputs["proximal_logprobs"] = inputs[made.proximal]
     weights = np.ones((1, 12), np.float32)
     if made.correction is not None:
       weights = made.correction(inputs).weights
@@ -78,24 +83,41 @@ class TestImportanceWeights:
   @pytest.mark.parametrize(
     ("proximal", "stale", "fresh"),
     [
-      ("recompute", ("truncate", 2.0), "none"),
-      ("interpolate", ("truncate", 2.0), "none"),
+      ("recompute", 2.0, 1.0),
+      ("interpolate", 2.0, np.exp(9.0)),
       # The ratio to the sampler is already a correction.
-      ("stored", ("none", 2.0), "none"),
+      ("stored", np.exp(9.0), np.exp(9.0)),
       # An average is never uncorrected.
-      ("ewma", ("truncate", 100.0), "truncate"),
+      ("ewma", 100.0, 100.0),
     ],
   )
   def test_stale_tokens_are_corrected_by_default(self, proximal, stale, fresh):
-    changes = {"off_policy__proximal": proximal}
+    """The weights are of a token whose probability has risen by exp(9)."""
+    now, mask = np.zeros((1, 1), np.float32), np.ones((1, 1), bool)
+    inputs = dict.fromkeys(
+      ("logprobs", "old_logprobs", "average_logprobs", "interpolation_share"),
+      now,
+    )
+    inputs |= {"behavior_logprobs": now - 9, "advantages": now - 1}
+    inputs |= {"policy_mask": mask, "interpolation_share": now + 1}
+
+    def weight(**changes):
+      made = make_algorithm(**changes, **PROXIMALS[proximal])
+      given = inputs | {"proximal_logprobs": inputs[made.proximal]}
+      corrected = made.correction(given).weights if made.correction else 1.0
+      return float((corrected * made.policy_loss(given).loss)[0, 0])
+
     for late in (
       {"schedule__stop": "first_groups"},
       {"schedule__lag": 1},
       {"schedule__replay": 0.5},
     ):
-      config = tiny_run.make_config("none", **late, **changes)
-      assert correction_of(config) == stale
-    assert correction_of(tiny_run.make_config("none", **changes))[0] == fresh
+      assert weight(**late) == pytest.approx(stale)
+    assert weight() == pytest.approx(fresh)
+
+  def test_a_correction_of_its_own_has_the_bound_that_is_set(self):
+    config = tiny_run.make_config("none", schedule__lag=1, off_policy__high=3.0)
+    assert core.correction_of(config) == ("truncate", 3.0)
 
   @pytest.mark.parametrize(
     ("changes", "weights"),
@@ -106,7 +128,7 @@ class TestImportanceWeights:
   )
   def test_interpolation_obeys_both_bounds(self, changes, weights):
     given = {
-      "off_policy__proximal": "interpolate",
+      "method__use": ("a_3po",),
       "off_policy__correction": "truncate",
     }
     made = make_algorithm(**given | changes)
@@ -161,7 +183,7 @@ class TestNothingToTrain:
 
 class TestAverage:
   def test_a_refused_update_moves_nothing(self, model):
-    run = make_run(model, off_policy__proximal="ewma")
+    run = make_run(model, method__use=("ppo_ewma",))
     states, _ = loop.begin(run)
     move = run.learner.companions["ema"].follow
     average = states.learner.companions["ema"]
@@ -175,7 +197,7 @@ class TestAverage:
   def test_the_weight_that_is_logged_is_that_of_the_loss(self, model):
     run = make_run(
       model,
-      off_policy__proximal="ewma",
+      method__use=("ppo_ewma",),
       optimizer__policy__mini_batch=32,
       optimizer__policy__learning_rate=0.05,
     )
@@ -200,10 +222,10 @@ class TestMismatch:
     ("changes", "share"),
     [
       ({}, 0.5),  # The first mini-batch, to compare sampler and trainer.
-      ({"loss__name": "hapo"}, 1.0),
-      ({"sampler__entropy_tau": 0.1}, 1.0),
-      ({"off_policy__ess_scale": True}, 1.0),
-      ({"estimator__name": "optimal_baseline"}, 1.0),
+      ({"method__use": ("hapo",)}, 1.0),
+      ({"method__use": ("hapo",), "method__hapo__tau": 0.0}, 1.0),
+      ({"method__use": ("xrpo",)}, 1.0),
+      ({"method__use": ("f_tis",)}, 1.0),
     ],
   )
   def test_all_rows_are_scored_if_a_part_reads_scores(

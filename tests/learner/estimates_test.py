@@ -17,7 +17,13 @@ from jaxrl_llm.methods import a_3po, vcpo
 
 def estimate(inputs, **changes):
   """Computes the advantages of an estimator."""
-  made = make_algorithm(**{f"estimator__{k}": v for k, v in changes.items()})
+  return after((), inputs, **changes)
+
+
+def after(use, inputs, **changes):
+  """Computes the advantages of methods, with settings of the estimator."""
+  changes = {f"estimator__{k}": v for k, v in changes.items()}
+  made = make_algorithm(method__use=use, **changes)
   return compute(made, "advantages", inputs)
 
 
@@ -75,7 +81,8 @@ class TestGroups:
   @pytest.mark.parametrize("norms", ["length", "exact"])
   def test_optimal_baseline(self, norms):
     inputs = make_inputs()
-    got = estimate(inputs, name="optimal_baseline", gradient_norms=norms)
+    vcpo_ = {"method__use": ("vcpo",), "method__vcpo__gradient_norms": norms}
+    got = compute(make_algorithm(**vcpo_), "advantages", inputs)
     squared = {
       "length": inputs["lengths"],
       "exact": np.square(inputs["gradient_norms"]),
@@ -96,7 +103,7 @@ class TestLengthsOfOwnTokens:
   """Tokens that the policy only read, such as a tool's, do not count."""
 
   def test_hapos_advantages_sum_to_zero_over_what_is_trained(self):
-    made = make_experience(make_algorithm(estimator__name="token_group"))
+    made = make_experience(make_algorithm(method__use=("hapo",)))
     advantages, mask = made["advantages"], made["policy_mask"]
     holes = mask.sum(axis=1) < make_rollout().lengths
     assert holes.any() and 0 < np.abs(advantages).max() < 5
@@ -137,7 +144,7 @@ class TestRewardToGo:
   @pytest.mark.parametrize("gamma", [1.0, 0.5])
   def test_by_definition(self, gamma):
     inputs = self.make()
-    got = estimate(inputs, name="reward_to_go", center="none", gamma=gamma)
+    got = after(("reinforce_pp",), inputs, center="none", gamma=gamma)
     expected = reference.lambda_returns(
       inputs["token_rewards"], 0 * got, inputs["mask"], gamma, 1.0
     )
@@ -145,8 +152,8 @@ class TestRewardToGo:
 
   def test_less_the_mean_of_the_group(self):
     inputs = self.make()
-    plain = estimate(inputs, name="reward_to_go", center="none")
-    got = estimate(inputs, name="reward_to_go", center="mean")
+    plain = after(("reinforce_pp",), inputs, center="none")
+    got = after(("reinforce_pp",), inputs, center="mean")
     pairs = outcomes(inputs).reshape(-1, 2)
     baseline = np.repeat(pairs.mean(axis=1), 2)
     np.testing.assert_allclose(

@@ -91,8 +91,9 @@ class TestOptions:
       "rewards": (1.0, 9.0, -0.5),
       "estimator__name": "group",
       "estimator__center": "median",
+      "data__group_size": 3,
     }
-    got = jax.device_get(make(estimator__drop_pivot=True, **settings))
+    got = jax.device_get(make(method__use=("mc_grpo",), **settings))
     kept = MASK & np.asarray([[False], [True], [True]])
     np.testing.assert_array_equal(got["policy_mask"], kept)
     whole = jax.device_get(make(**settings))
@@ -114,9 +115,9 @@ class TestOptions:
       {"estimator__name": "group", "estimator__scale": "none"},
       {"estimator__name": "group", "estimator__center": "leave_one_out"},
       {"estimator__name": "group", "estimator__center": "median"},
-      {"estimator__name": "token_group"},
-      {"estimator__name": "reward_to_go"},
-      {"estimator__name": "optimal_baseline"},
+      {"method__use": ("hapo",)},
+      {"method__use": ("reinforce_pp",)},
+      {"method__use": ("vcpo",)},
     ],
   )
   def test_what_was_not_judged_is_nobodys_baseline(self, settings):

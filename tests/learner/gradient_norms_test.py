@@ -23,11 +23,11 @@ from jaxrl_llm.methods import vcpo
 from jaxrl_llm.types import take_rows
 
 VCPO = {
-  "estimator__name": "optimal_baseline",
+  "method__use": ("vcpo",),
+  "method__vcpo__scale_steps": False,
   "value__pretrain_steps": 0,
-  "loss__name": "policy_gradient",
 }
-EXACT = {"estimator__gradient_norms": "exact"}
+EXACT = {"method__vcpo__gradient_norms": "exact"}
 
 
 @functools.cache
@@ -57,7 +57,8 @@ class TestNorms:
     )
     score = functools.partial(vcpo.score_gradient_norms, fns=make_fns("policy"))
     params = models.partition(make_params("policy"), frozen)
-    got = jax.jit(score)(params, packed, TEMPERATURE)
+    packed = packed.replace(temperature=TEMPERATURE)
+    got = jax.jit(score)(params, packed)
     assert got.dtype == jnp.float32
     assert got.shape == (count + 2,) and not np.asarray(got)[count:].any()
     got = np.asarray(got)[:count]
@@ -94,7 +95,7 @@ class TestRun:
     @jax.jit
     @jax.grad
     def gradient(params, rows):
-      return jnp.sum(fns.logprobs(params, rows, 1.0)[0].logprobs)
+      return jnp.sum(fns.logprobs(params, rows)[0].logprobs)
 
     lengths = rollout.prompt_lengths + rollout.lengths
     for i in (*np.argsort(lengths)[[0, 5, 16, -1]], 0, 31):

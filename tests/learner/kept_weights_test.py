@@ -15,7 +15,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.methods import kept_weights
 from jaxrl_llm.trainer.workdir import Workdir
 
-KEEP = {"off_policy__keep_weights": "float32"}
+KEEP = {"method__use": ("kept_weights",)}
 LATE = {"estimator__name": "group", "schedule__lag": 2}
 # Tokens of several versions in one batch and in one response.
 MIXED = {
@@ -83,7 +83,9 @@ class TestCorrections:
     return make_algorithm(schedule__lag=1, **KEEP | changes)
 
   def test_each_has_its_bound(self):
-    made = self.make(off_policy__high=4.0, off_policy__mismatch_high=1.5)
+    made = self.make(
+      off_policy__high=4.0, method__kept_weights__mismatch_high=1.5
+    )
     inputs = self.inputs([0.8, 0.8, 0.3], [0.1, 0.4, 0.3], [0.1, 0.1, 0.6])
     # mismatch 1, 4, 1/2 and staleness 8, 2, 1
     np.testing.assert_allclose(
@@ -102,7 +104,7 @@ class TestCorrections:
   @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
   def test_without_bounds_they_are_the_one_of_old(self, level):
     wide = {"off_policy__high": 1e8, "off_policy__level": level}
-    two = self.make(**wide, off_policy__mismatch_high=1e8)
+    two = self.make(**wide, method__kept_weights__mismatch_high=1e8)
     one = make_algorithm(off_policy__correction="truncate", **wide)
     behavior = make_rollout().behavior_logprobs
     inputs = {
@@ -153,8 +155,9 @@ class TestState:
   @pytest.mark.parametrize(("fsdp", "dtype"), [(1, "bfloat16"), (2, "float32")])
   def test_the_last_versions_are_kept_in_every_bit(self, model, fsdp, dtype):
     run = make_run(model, **KEEP | LATE, mesh__data=1, mesh__fsdp=fsdp)
-    settings = {"keep_weights": dtype, "versions": 3}
-    made = kept_weights.make(run.learner.policy, run.learner.mesh, settings)
+    made = kept_weights.make(
+      run.learner.policy, run.learner.mesh, dtype=dtype, versions=3
+    )
     params = run.learner.initial_params()
     of = lambda version: jax.tree.map(lambda x: x + 0.1 * version, params)
     rounded = lambda tree: jax.tree.map(

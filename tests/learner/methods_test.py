@@ -18,8 +18,6 @@ from helpers.tiny_algorithm import (
   policy_batch,
 )
 
-from jaxrl_llm.learner import choices
-
 
 class TestIdentities:
   @pytest.mark.parametrize(
@@ -42,11 +40,11 @@ class TestIdentities:
       ("ref_logprobs", {"loss__kl_coefficient": 0.1}),
       ("turn_rewards", {"environment__rewards": "turns"}),
       ("ref_logprobs", {"loss__kl_reward_coefficient": 0.1}),
-      ("entropies", {"loss__name": "hapo"}),
+      ("entropies", {"method__use": ("hapo",)}),
       ("behavior_logprobs", {"off_policy__correction": "truncate"}),
-      ("behavior_logprobs", {"off_policy__ess_scale": True}),
-      ("version", {"off_policy__proximal": "interpolate"}),
-      ("average_logprobs", {"off_policy__proximal": "ewma"}),
+      ("behavior_logprobs", {"method__use": ("vcpo",)}),
+      ("version", {"method__use": ("a_3po",)}),
+      ("average_logprobs", {"method__use": ("ppo_ewma",)}),
     ],
   )
   def test_what_a_part_that_is_off_rests_on_is_not_asked_for(self, leaf, on):
@@ -103,7 +101,7 @@ class TestIdentities:
       assert not np.array_equal(loss(bound).loss, loss(None).loss)
 
   def test_step_scale_of_equal_weights_is_one(self):
-    made = make_algorithm(off_policy__ess_scale=True)
+    made = make_algorithm(method__use=("vcpo",))
     scale = policy_batch(made).step_scale
     assert scale.dtype == np.float32 and scale == 1.0
     other = make_rollout().behavior_logprobs + noise(8)
@@ -111,22 +109,35 @@ class TestIdentities:
     assert policy_batch(make_algorithm()).step_scale is None
 
 
-# Settings that clip some of the random tokens below.
-NARROW = {
-  "dppo_kl": {"delta": 0.01},
-  "dppo_tv": {"delta": 0.05},
-  "sapo_gate": {"tau_pos": 4.0},
-}
+# Methods with a loss of their own, and settings that clip some of the random
+# tokens below; '' is PPO's clip.
+LOSSES = [
+  ("", {}),
+  ("a_3po", {}),
+  ("cispo", {}),
+  ("deepseek_v3_2", {}),
+  ("dppo", {"divergence": "kl", "delta": 0.01}),
+  ("dppo", {"divergence": "tv", "delta": 0.05}),
+  ("gspo", {}),
+  ("hapo", {}),
+  ("kpop", {}),
+  ("rloo", {}),
+  ("sao", {}),
+  ("sapo_gate", {"tau_pos": 4.0}),
+  ("sft", {}),
+  ("vcpo", {}),
+]
 
 
 class TestPackedRows:
   """Losses must not mix the responses in one row."""
 
-  @pytest.mark.parametrize("name", [*choices.POLICY_LOSSES, "interpolate"])
-  def test_equal_padded_rows(self, name):
-    changes = {"loss__name": name, "loss__settings": NARROW.get(name, {})}
-    if name == "interpolate":
-      changes = {"off_policy__proximal": name}
+  @pytest.mark.parametrize(("name", "settings"), LOSSES)
+  def test_equal_padded_rows(self, name, settings):
+    changes = {f"method__{name}__{key}": x for key, x in settings.items()}
+    changes["method__use"] = (name,) if name else ()
+    if name == "sft":
+      changes |= {"data__group_size": 1, "loss__nll_coefficient": 0.0}
     made, batch = make_algorithm(**changes), make_batch()
     mask = make_rollout().mask
     old = make_rollout().behavior_logprobs
@@ -166,5 +177,5 @@ class TestPackedRows:
       packed_slope, np.where(mask, slope, 0), rtol=2e-6, atol=1e-6
     )
     assert np.asarray(expected.clipped_high)[mask].any() == (
-      name not in ("policy_gradient", "likelihood")
+      name not in ("rloo", "sft", "vcpo")
     )

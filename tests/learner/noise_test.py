@@ -28,7 +28,7 @@ def test_an_update_measures_it(masked, streamed):
   inputs = {k: without(x) for k, x in batch.inputs.items()}
   batch = batch.replace(mask=without(batch.mask).astype(bool), inputs=inputs)
   program = tiny_update.make_update("policy")
-  state, temperature = tiny_update.make_state("policy"), tiny_update.TEMPERATURE
+  state = tiny_update.make_state("policy")
   count = int(batch.packed.count)
   tokens = np.asarray(batch.mask).sum((1, 2))[:count]
   # Each micro-batch is the only one of an update without clipping.
@@ -36,7 +36,7 @@ def test_an_update_measures_it(masked, streamed):
   objective = tiny_update.objective_of("policy", fns)
   gradient = update._gradient_of(objective)
   each = [
-    gradient(state.trained, batch.micro_batch(i), None, {}, temperature)[0]
+    gradient(state.trained, batch.micro_batch(i), None, {})[0]
     for i in np.flatnonzero(tokens)
   ]
   flat = [
@@ -47,10 +47,10 @@ def test_an_update_measures_it(masked, streamed):
   parts = sum(np.sum(g**2) / n for g, n in zip(flat, tokens[tokens > 0]))
   noise = (tokens.sum() * parts - square) / (len(each) - 1)
   if streamed:
-    sums = program.accumulate(None, state.trained, batch, temperature)
+    sums = program.accumulate(None, state.trained, batch, {})
     _, metrics = program.apply(state, sums, 1.0, np.int32(0))
   else:
-    _, metrics = program(state, batch, temperature)
+    _, metrics = program.whole(state, batch)
   assert len(each) > 1 and noise > 0
   chex.assert_trees_all_close(
     [metrics["policy/gradient_noise"], metrics["policy/gradient_signal"]],

@@ -12,7 +12,10 @@ from helpers.tiny_algorithm import make_algorithm
 from jaxrl_llm import metrics, register
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import providers
+from jaxrl_llm.learner.algorithm import MemberSpec
 from jaxrl_llm.learner.lower import lower
+from jaxrl_llm.learner.parts import Auxiliary, part
+from jaxrl_llm.methods import poise
 from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Responses, named_parts
 
@@ -22,9 +25,12 @@ def by_digits(part_digits, part_absent, mask, *, bonus=1.0):
   return jnp.where(mask, (bonus * part_digits + part_absent)[:, None], 0.0)
 
 
-def surprise(logprobs, *, scale):
-  """An auxiliary loss."""
-  return -scale * logprobs
+def surprise(algorithm, s, *, coefficient=0.5, scale=3.0):
+  """A method with an auxiliary loss over the tokens of all windows."""
+  del s
+  loss = part(lambda logprobs: -scale * logprobs)
+  term = Auxiliary(loss, coefficient, "unwindowed_policy_mask", "token-mean")
+  return algorithm.change(auxiliary={"surprise": term})
 
 
 def sgd(schedule, *, b1):
@@ -42,7 +48,7 @@ def own(registries):  # noqa: F811
   """Registers the parts above."""
   register.reward("digits", right_and_digits)
   register.estimator("by_digits", by_digits)
-  register.auxiliary("surprise", surprise, mask="unwindowed_policy_mask")
+  register.method("surprise", surprise)
   register.optimizer("sgd", sgd)
 
 
@@ -66,10 +72,15 @@ class TestProbe:
     def less_than_probed(outcomes, poise_values, mask):
       return jnp.where(mask, outcomes[:, None] - poise_values, 0.0)
 
-    register.estimator("less_than_probed", less_than_probed)
+    def probed(algorithm, s):
+      advantages = part(less_than_probed)
+      with_probe = poise.with_probe(algorithm)
+      return with_probe.change(advantages=advantages, critic=None)
+
+    register.method("probed", probed)
 
   def test_is_trained_beside_the_policy(self, model):
-    run = build.make_run(make_config(model, estimator__name="less_than_probed"))
+    run = build.make_run(make_config(model, method__use=("probed",)))
     assert list(run.learner.members) == ["policy", "poise"]
     states, responses = recipes.collect(run)
     learner, mask = states.learner, responses.rollout.mask
@@ -100,20 +111,27 @@ class TestProbe:
 
   def test_another_method_does_not_have_it(self):
     assert not make_algorithm(estimator__name="group").members
-    made = make_algorithm(estimator__name="less_than_probed")
-    assert made.members == {"poise": ("outcomes",)}
+    made = make_algorithm(method__use=("probed",))
+    assert made.members["poise"].reads == ("outcomes",)
     assert {"poise_values", "rewards"} <= made.leaves
-    with pytest.raises(ValueError, match="member 'critic' already exists"):
-      register.member("critic", None, reads=())
+
+  @pytest.mark.parametrize("name", ["policy", "critic", "poise"])
+  def test_another_model_of_its_name_is_refused(self, name):
+    made = make_algorithm(method__use=("probed",))
+    member = MemberSpec(poise.make_probe, ("outcomes",))
+    with pytest.raises(InputError, match=f"there is a '{name}' already; use"):
+      made.change(members={name: member})
 
   def test_what_is_needed_and_not_there_is_refused(self):
-    register.leaf("far", providers.of_member("prob"), needs=("prob",))
-    register.estimator("own", lambda far, mask: far)
-    said = "config.estimator.name='own': this part reads 'far', .* needs 'prob'"
+    def own(algorithm, s):
+      given = providers.provider("far", providers.of_member("prob"), "prob")
+      advantages = part(lambda far, mask: far)
+      return algorithm.change(advantages=advantages, providers=given)
+
+    register.method("own", own)
+    said = "use=.'own',.: this part reads 'far', .* .it needs 'prob'"
     with pytest.raises(InputError, match=said):
-      make_algorithm(estimator__name="own")
-    with pytest.raises(ValueError, match="an input 'far' already"):
-      register.leaf("far", providers.of_member("policy"))
+      make_algorithm(method__use=("own",))
 
 
 @pytest.mark.usefixtures("registries")
@@ -121,8 +139,7 @@ class TestParts:
   OWN = {
     "reward__name": "digits",
     "estimator__name": "by_digits",
-    "loss__auxiliary": {"surprise": 0.5},
-    "loss__settings": {"scale": 3.0},
+    "method__use": ("surprise",),
     "estimator__settings": {"bonus": 2.0},
     "optimizer__policy__name": "sgd",
   }
@@ -188,12 +205,9 @@ class TestParts:
     [
       ("estimator__settings", {"bonos": 1.0}, "no chosen part .* 'bonos'"),
       ("estimator__settings", {"gamma": 1.0}, "set config.estimator.gamma"),
-      ("loss__settings", {"scale": 1.0, "x": 2}, "no chosen part .* 'x'"),
-      ("loss__settings", {}, "surprise needs a value for 'scale'"),
-      ("loss__auxiliary", {"surprize": 1.0}, "no auxiliary loss 'surprize'"),
-      ("loss__auxiliary", {"surprise": "1"}, "'surprise' is '1'; give a num"),
+      ("loss__settings", {"x": 2}, "no chosen part .* 'x'"),
       # Its mask has a different number of tokens.
-      ("schedule__streaming", True, "{'surprise': 0.5}: needs the whole batch"),
+      ("schedule__streaming", True, ".'surprise',.: needs the whole batch"),
     ],
   )
   def test_a_setting_that_no_part_reads_is_refused(
@@ -205,11 +219,14 @@ class TestParts:
 
   def test_inputs_of_other_types_are_lowered_and_trained(self, model):
     register.token_input("short", lambda lengths: lengths < 5)
-    register.auxiliary(
-      "long", lambda short, update_version: update_version | ~short
-    )
-    config = make_config(model, loss__auxiliary={"long": 1.0})
-    run = build.make_run(config)
+
+    def long(algorithm, s):
+      loss = part(lambda short, update_version: update_version | ~short)
+      term = Auxiliary(loss, 1.0, "policy_mask", "token-mean")
+      return algorithm.change(auxiliary={"long": term})
+
+    register.method("long", long)
+    run = build.make_run(make_config(model, method__use=("long",)))
     lower(run.learner)
     states, responses = recipes.collect(run)
     _, row = recipes.update(run, states.learner, responses)

@@ -13,6 +13,7 @@ from helpers.tiny_algorithm import call, make_algorithm, policy_batch
 
 from jaxrl_llm import losses, register, rewards
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.parts import Auxiliary, part
 from jaxrl_llm.trainer.validation import validate
 
 # Mini-batch settings for groups of one response.
@@ -35,6 +36,13 @@ def early(logprobs, proximal_logprobs, advantages, to_come, *, clip_low):
   )
 
 
+def adds(name, fn, **over):
+  """Returns a method with an auxiliary loss."""
+  over = {"mask": "policy_mask", "mode": "token-mean"} | over
+  term = Auxiliary(part(fn), 0.5, **over)
+  return lambda algorithm, s: algorithm.change(auxiliary={name: term})
+
+
 @pytest.mark.usefixtures("registries")
 class TestRegister:
   def test_an_own_loss_reads_an_own_input(self, model):
@@ -43,7 +51,7 @@ class TestRegister:
     run = tiny_run.make_run(
       model,
       loss__nll_coefficient=0.0,
-      estimator__name="reward_to_go",
+      method__use=("reinforce_pp",),
       estimator__center="none",
       estimator__normalize="none",
       loss__name="early",
@@ -89,10 +97,10 @@ class TestRegister:
       (register.estimator, "gae", "'{}' already exists; use another name"),
       (register.loss, "clip", "'{}' already exists; use another name"),
       (register.optimizer, "adamw", "'{}' already exists; use another name"),
-      (register.auxiliary, "kl balance", "policy/{}_loss already exists"),
+      (register.method, "gspo sapo", "'{}' already exists; use another name"),
       (
         register.token_input,
-        "values writer_logprobs part_a column_a policy_mask rewards weights",
+        "values shaped_rewards part_a column_a policy_mask rewards weights",
         "an input '{}' already exists; use another name",
       ),
     ],
@@ -107,6 +115,9 @@ class TestRegister:
     register.reward("mine", lambda response: 0.0)
     register.reward("mine", lambda response: 1.0)
     assert rewards.REWARDS["mine"]("") == 1.0
+    register.token_input("mine", lambda lengths: lengths)
+    register.token_input("mine", lambda lengths: 2 * lengths)
+    assert make_algorithm().parts["mine"]({"lengths": 3}) == 6
 
   @pytest.mark.parametrize(
     ("group", "add", "own", "meant"),
@@ -120,7 +131,6 @@ class TestRegister:
       ),
       ("estimator", register.token_input, lambda x, *, gama=1: 0, "gamma"),
       ("loss", register.loss, lambda mask, *, clip_hihg=1: 0, "clip_high"),
-      ("loss", register.auxiliary, lambda mask, *, norms=1: 0, "norm"),
       ("optimizer.policy", register.optimizer, lambda x, *, b_1: 0, "b1"),
     ],
   )
@@ -192,8 +202,15 @@ class TestRegister:
       call(made, given)
     with pytest.raises(ValueError, match="first argument must be `mask`"):
       register.mask("other", lambda rewards, mask: mask & (rewards > 0))
-    with pytest.raises(ValueError, match="mode='dr-grpo', expected one of"):
-      register.auxiliary("own", lambda logprobs: logprobs, mode="dr-grpo")
+
+  @pytest.mark.parametrize(
+    ("mode", "said"),
+    [("dr-grpo", "norm=None with mode='dr-grpo': norm is"), ("mean", "one of")],
+  )
+  def test_a_mode_that_there_is_not_is_refused(self, mode, said):
+    register.method("own", adds("own", lambda logprobs: logprobs, mode=mode))
+    with pytest.raises(InputError, match=f"auxiliary loss 'own': .*{said}"):
+      make_algorithm(method__use=("own",))
 
   @pytest.mark.parametrize("how", ["plain", "reduced", "auxiliary"])
   def test_a_loss_that_is_not_per_token_is_refused(self, model, how):
@@ -206,13 +223,16 @@ class TestRegister:
       return {"plain": found.loss, "reduced": whole, "auxiliary": found}[how]
 
     register.loss("own", own)
-    register.auxiliary("own", lambda logprobs: logprobs.sum())
-    aux = {"loss__auxiliary": {"own": 0.5}} if how == "auxiliary" else {}
+    register.method("own", adds("own", lambda logprobs: logprobs.sum()))
+    aux = {"method__use": ("own",)} if how == "auxiliary" else {}
     run = tiny_run.make_run(model, loss__name="own", **aux)
     states, responses = recipes.collect(run)
-    key, has = "auxiliary" if aux else "name", r"shape \(\), not"
+    key, has = (
+      "auxiliary loss 'own'" if aux else "policy loss",
+      r"shape \(\), not",
+    )
     has = "no field `loss`" if how == "plain" else has
-    with pytest.raises(InputError, match=f"config.loss.{key}: .* has {has}"):
+    with pytest.raises(InputError, match=f"{key}: .* has {has}"):
       recipes.update(run, states.learner, responses)
 
   def test_an_input_that_nothing_gives_is_refused(self):
@@ -232,10 +252,10 @@ class TestRegister:
         make_algorithm(**changes)
       assert "\n" not in str(caught.value)
     make_algorithm(loss__name="own")  # With a critic, there are values.
-    register.auxiliary("far", lambda logprobs, tokenz: logprobs)
+    register.method("far", adds("far", lambda logprobs, tokenz: logprobs))
     said = "auxiliary loss 'far': this part reads 'tokenz', .*mean 'tokens'"
     with pytest.raises(InputError, match=said):
-      make_algorithm(estimator__name="group", loss__auxiliary={"far": 1.0})
+      make_algorithm(estimator__name="group", method__use=("far",))
 
   def test_an_own_metric(self, model):
     register.token_input("to_come", to_come)
@@ -243,9 +263,13 @@ class TestRegister:
     def late(to_come, values, policy_mask, *, base=2.0):
       return base * jnp.sum(jnp.where(policy_mask, to_come + values, 0.0))
 
-    register.metric("late", late)
-    register.metric("best", lambda x: x.max(), x="rewards")
-    run = tiny_run.make_run(model)
+    def measured(algorithm, s, *, fn=late):
+      best = part(lambda x: x.max(), x="rewards")
+      return algorithm.change(metrics={"late": part(fn), "best": best})
+
+    register.method("measured", measured)
+    use = {"method__use": ("measured",)}
+    run = tiny_run.make_run(model, **use)
     states, responses = recipes.collect(run)
     batches = []
     _, row = recipes.update(run, states.learner, responses, batches.append)
@@ -254,9 +278,10 @@ class TestRegister:
     expected = 2 * (seen["to_come"] + seen["values"])[seen["policy_mask"]].sum()
     np.testing.assert_allclose(row["own/late"], expected, rtol=1e-4)
     with pytest.raises(InputError, match="metric 'late': this part reads 'val"):
-      make_algorithm(estimator__name="group")
-    register.metric("late", lambda policy_mask: policy_mask[0])
-    run = tiny_run.make_run(model)
+      make_algorithm(estimator__name="group", **use)
+    first = lambda policy_mask: policy_mask[0]
+    register.method("measured", functools.partial(measured, fn=first))
+    run = tiny_run.make_run(model, **use)
     states, responses = recipes.collect(run)
     with pytest.raises(InputError, match="metric 'late' returned shape"):
       recipes.update(run, states.learner, responses)
@@ -296,11 +321,14 @@ class TestRegister:
     with pytest.raises(InputError, match=said):
       validate(tiny_run.make_config("none", **own, **changes))
 
-  def test_a_taken_name_of_an_input_is_refused(self):
-    register.token_input("to_come", to_come)
-    with pytest.raises(ValueError, match="an input 'to_come' already exists"):
-      register.token_input("to_come", to_come)
-    # An input that a method overrides is known once the method is chosen.
-    register.token_input("shaped_rewards", to_come)
-    with pytest.raises(ValueError, match="'shaped_rewards' already exists"):
-      make_algorithm()
+  @pytest.mark.parametrize(
+    ("name", "method"),
+    [("entropy_code", "hapo"), ("writer_logprobs", "kept_weights")],
+  )
+  def test_an_input_of_a_method_is_known_once_it_is_chosen(self, name, method):
+    register.token_input(name, to_come)
+    make_algorithm(schedule__lag=1)
+    with pytest.raises(
+      InputError, match=f"there is a token input '{name}' alr"
+    ):
+      make_algorithm(schedule__lag=1, method__use=(method,))

@@ -149,7 +149,7 @@ def test_other_weights_follow_only_their_own_choices(tmp_path):
     model__replay_routing=True,
     loss__kl_coefficient=0.1,
     schedule__lag=1,
-    off_policy__keep_weights="float32",
+    method__use=("kept_weights",),
   )
   learner = build.make_run(config).learner
   state = learner.init()
@@ -190,7 +190,8 @@ def test_other_weights_follow_only_their_own_choices(tmp_path):
   close = functools.partial(np.testing.assert_allclose, atol=1e-5)
   reference = providers.PROVIDERS["ref_logprobs"].give(scores)["ref_logprobs"]
   close(reference[written], scored(initial, version == 0)[written])
-  found = providers.PROVIDERS["writer_logprobs"].give(scores)
+  provided = learner.algorithm.providers["writer_logprobs"]
+  found = provided.give(scores)
   found, mine = found["writer_logprobs"], written & (version == 1)
   close(found[mine], scored(later, version == 1)[mine])
   average = learner.score(state, "policy", mini_batches["policy"][0], later)

@@ -28,7 +28,7 @@ class TestScore:
     )
     scored = jax.jit(
       functools.partial(scoring.score_logprobs, fns=make_fns("policy"))
-    )(make_params("policy"), packed, TEMPERATURE)
+    )(make_params("policy"), packed.replace(temperature=TEMPERATURE))
     mask = rollout.mask
     np.testing.assert_allclose(
       layout.gather(scored.logprobs)[mask], logprobs[mask], atol=1e-5

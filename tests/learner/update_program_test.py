@@ -11,7 +11,6 @@ from helpers.tiny_update import (
   RATE,
   SAMPLES,
   SGD,
-  TEMPERATURE,
   largest,
   make_batch,
   make_data,
@@ -20,7 +19,6 @@ from helpers.tiny_update import (
   make_state,
   make_update,
   objective_of,
-  settings_of,
   updated,
   with_input,
 )
@@ -34,7 +32,7 @@ from jaxrl_llm.learner.packing import place
 class TestOneProgram:
   def test_the_state_is_donated(self):
     before, batch = make_state("policy"), make_batch("policy")
-    make_update("policy")(before, batch, TEMPERATURE)
+    make_update("policy").whole(before, batch)
     assert all(x.is_deleted() for x in jax.tree.leaves(before.trained))
 
   def test_micro_batches_that_hold_nothing_are_not_run(self):
@@ -49,13 +47,14 @@ class TestOneProgram:
     )
 
   def test_lengths_and_temperature_compile_nothing(self):
-    apply = make_update("policy")
+    apply = make_update("policy").whole
     current, _ = updated("policy", make_batch("policy"))
-    compiled = apply.whole._cache_size()
+    compiled = apply._cache_size()
     for rows, temperature in (([1] * 16, 0.5), ([*range(8), *range(8)], 1.3)):
       batch = make_batch("policy", rows=rows)
-      current, _ = apply(current, batch, np.float32(temperature))
-    assert apply.whole._cache_size() == compiled
+      packed = batch.packed.replace(temperature=np.float32(temperature))
+      current, _ = apply(current, batch.replace(packed=packed))
+    assert apply._cache_size() == compiled
     assert current.optimizer.step == 3
 
 
@@ -112,23 +111,23 @@ class TestNotFinite:
     ],
   )
   def test_is_skipped_and_counted(self, name, poison):
-    apply, batch = make_update("policy"), make_batch("policy")
+    apply, batch = make_update("policy").whole, make_batch("policy")
     where = tuple(np.argwhere(batch.packed.mask)[3])
     values = np.array(batch.inputs[name])
     values[where] = poison
     spoiled = with_input(batch, name, values)
     good, _ = updated("policy", batch)
     before = jax.device_get(good)
-    bad, metrics = apply(good, spoiled, TEMPERATURE)
+    bad, metrics = apply(good, spoiled)
     chex.assert_trees_all_equal(
       jax.device_get((bad.trained, bad.optimizer.opt_state)),
       (before.trained, before.optimizer.opt_state),
     )
     assert bad.optimizer[1:] == (1, 1, 1)
     assert metrics["policy/skipped"] == 1.0
-    bad, _ = apply(bad, spoiled, TEMPERATURE)
+    bad, _ = apply(bad, spoiled)
     assert bad.optimizer[2:] == (2, 2)
-    good, metrics = apply(bad, batch, TEMPERATURE)
+    good, metrics = apply(bad, batch)
     assert good.optimizer[1:] == (2, 2, 0)
     assert metrics["policy/skipped"] == 0.0
 
@@ -141,10 +140,9 @@ class TestAccumulation:
     state, sums = make_state(kind), None
     for rows in (range(4), range(4, 12), range(12, SAMPLES)):
       batch = make_batch(kind, rows=rows, size=1)
-      given = state.trained, batch, *settings_of(kind)
-      sums = parts.accumulate(sums, *given)
+      sums = parts.accumulate(sums, state.trained, batch, {})
     mask = make_data()[1][f"{'value' if kind == 'value' else 'policy'}_mask"]
-    size = masked.reduction_size(mask, mode=ALGORITHMS["gspo"].loss_mode)
+    size = masked.reduction_size(mask, mode=ALGORITHMS["gspo"].mode)
     after, row = parts.apply(state, sums, size, np.int32(0))
     whole, expected = updated(kind, make_batch(kind))
     for mine, his in zip(*map(jax.tree.leaves, (after.trained, whole.trained))):
@@ -163,7 +161,7 @@ def test_what_is_frozen_keeps_its_value_and_has_no_moments():
   trace = optax.tree_utils.tree_get(state.optimizer.opt_state, "trace")
   chex.assert_trees_all_equal_structs(trace, trained)
   batch = make_batch("policy")
-  after, _ = make_update("policy")(state, batch, TEMPERATURE, base=base)
+  after, _ = make_update("policy").whole(state, batch, base=base)
   # The base is an argument, but not donated.
   chex.assert_trees_all_equal(base, models.partition(whole, frozen).base)
   # Trained leaves change as if all were trained.
@@ -177,8 +175,8 @@ def test_what_is_frozen_keeps_its_value_and_has_no_moments():
 def test_an_auxiliary_loss_of_the_model_is_trained_and_logged(micro_batch_size):
   fns = make_fns("policy")
 
-  def logprobs(params, rows, temperature, load):
-    out, _ = fns.logprobs(params, rows, temperature, load)
+  def logprobs(params, rows, load):
+    out, _ = fns.logprobs(params, rows, load)
     scale = jnp.sum(models.merge(params)["final_norm"]["scale"])
     # Padding does not count.
     return out, {"size": jnp.where(rows.segments > 0, 0.25 * scale, 7.0)}
@@ -189,8 +187,8 @@ def test_an_auxiliary_loss_of_the_model_is_trained_and_logged(micro_batch_size):
   np.testing.assert_allclose(batch.own_weight, 1 / tokens, rtol=1e-6)
   batch, share = batch.replace(own_weight=np.float32(2**-9)), tokens / 2**9
   objective = objective_of("policy", fns._replace(logprobs=logprobs))
-  apply = update.make_update(objective, SGD, RATE)
-  after, row = apply(make_state("policy"), batch, TEMPERATURE)
+  apply = update.make_update(objective, SGD, RATE).whole
+  after, row = apply(make_state("policy"), batch)
   # Independent of the number of micro-batches.
   scale = make_params("policy")["final_norm"]["scale"]
   np.testing.assert_allclose(

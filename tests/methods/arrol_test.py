@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from helpers import doors, registries, tiny_run
+from helpers import doors, tiny_run
+from helpers.registries import registered, registries  # noqa: F401
 
 from jaxrl_llm import register
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import choices
-from jaxrl_llm.methods import arrol
+from jaxrl_llm.methods import arrol, poise
 from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Pruning, Status
 
@@ -47,14 +47,24 @@ def test_an_oracle_keeps_half_positives(size, keep):
       assert found.sum() == (right if right < half else count - wrong)
 
 
-PRUNED = {"schedule__prune": "arrol", "schedule__prune_at": 3}
+PRUNED = {"method__use": ("arrol",), "method__arrol__at": 3}
 
 
-def test_that_nothing_is_given_up_changes_no_response(model, monkeypatch):
+def register_pruning(pruning):
+  """Registers a method with a probe that prunes by a rule of the test."""
+
+  def pruned(algorithm, s):
+    return poise.with_probe(algorithm).change(pruning=pruning)
+
+  register.method("pruned", pruned)
+  return {"method__use": ("pruned",)}
+
+
+@pytest.mark.usefixtures("registries")
+def test_that_nothing_is_given_up_changes_no_response(model):
   nothing = Pruning(3, "poise_values", lambda rows, x: np.zeros(len(x), bool))
-  monkeypatch.setitem(choices.PRUNINGS, "arrol", lambda schedule: nothing)
   rows = []
-  for changes in ({}, PRUNED):
+  for changes in ({}, register_pruning(nothing)):
     run = build.make_run(doors.make_config(model, **changes))
     rows.append(tiny_run.collect(run)[-1].batch.responses.rollout)
   for name, x in rows[0].items():
@@ -64,7 +74,8 @@ def test_that_nothing_is_given_up_changes_no_response(model, monkeypatch):
       np.testing.assert_array_equal(x, rows[1][name], err_msg=name)
 
 
-def test_the_input_is_that_of_the_responses_so_far(model, monkeypatch):
+@pytest.mark.usefixtures("registries")
+def test_the_input_is_that_of_the_responses_so_far(model):
   seen = []
 
   def drop(rollout, logprobs):
@@ -72,8 +83,8 @@ def test_the_input_is_that_of_the_responses_so_far(model, monkeypatch):
     return rollout.sample_id % 2 == 0
 
   pruning = Pruning(6, "old_logprobs", drop)
-  monkeypatch.setitem(choices.PRUNINGS, "arrol", lambda schedule: pruning)
-  run = build.make_run(doors.make_config(model, **PRUNED))
+  changes = register_pruning(pruning)
+  run = build.make_run(doors.make_config(model, **changes))
   rollout = tiny_run.collect(run)[-1].batch.responses.rollout
   ((begun, logprobs),) = seen
   assert (begun.lengths == 6).all() and 0 < len(begun.lengths) < 16
@@ -95,8 +106,7 @@ def test_the_input_is_that_of_the_responses_so_far(model, monkeypatch):
       "schedule__overlap": False,
       "sampler__slots": 4,
       "model__lora_rank": 2,
-      "data__order": "dars",
-      "estimator__name": "example",
+      "method__use": ("dars", "arrol"),
     },
     {
       "schedule__dynamic_sampling": True,
@@ -109,9 +119,9 @@ def test_the_input_is_that_of_the_responses_so_far(model, monkeypatch):
   ],
 )
 def test_trains_and_resumes_bit_for_bit(model, tmp_path, changes):
-  with registries.registered():
+  with registered():
     register.reward("even", lambda tokens: len(tokens) % 2 == 0)
-    rows = doors.train(model, tmp_path / "run", **PRUNED, **changes)
+    rows = doors.train(model, tmp_path / "run", **PRUNED | changes)
   for row in rows[1:]:
     assert row["rollout/stopped"] > 0 and row["reward/errors"] == 0
     assert row["poise/loss"] > 0
@@ -126,7 +136,7 @@ def test_trains_and_resumes_bit_for_bit(model, tmp_path, changes):
       "use schedule.streaming=False",
     ),
     ({"schedule__lag": 1}, "use overlap=False"),
-    ({"schedule__prune_at": 12}, "end before they are pruned"),
+    ({"method__arrol__at": 12}, r"at=12, expected a number in \[1, 11\]"),
   ],
 )
 def test_is_refused(model, changes, said):
@@ -134,9 +144,8 @@ def test_is_refused(model, changes, said):
     build.make_run(doors.make_config(model, **PRUNED | changes))
 
 
-def test_a_critic_that_there_is_not_is_refused(model, monkeypatch):
-  monkeypatch.setitem(
-    choices.PRUNINGS, "arrol", lambda schedule: Pruning(3, "values", None)
-  )
-  with pytest.raises(InputError, match=r"schedule.prune='.*': this part reads"):
-    build.make_run(doors.make_config(model, **PRUNED))
+@pytest.mark.usefixtures("registries")
+def test_a_critic_that_there_is_not_is_refused(model):
+  changes = register_pruning(Pruning(3, "values", None))
+  with pytest.raises(InputError, match="the method: this part reads 'values'"):
+    build.make_run(doors.make_config(model, **changes))

@@ -20,7 +20,8 @@ from jaxrl_llm.learner.update import make_update, value_objective
 from jaxrl_llm.methods import asyppo
 from jaxrl_llm.trainer import validation
 
-_ON = {"value__ensemble": "halves", "estimator__agree_share": 0.25}
+_ON = {"method__use": ("asyppo",), "method__asyppo__agree_share": 0.25}
+_BINS = {"method__use": ("hl_gauss",)}
 
 
 def _make_params(fns):
@@ -50,7 +51,7 @@ def test_values_are_the_mean_and_the_spread_of_two_critics():
 
 
 def test_a_prompt_trains_one_critic():
-  made = make_algorithm(value__head="categorical", **_ON)
+  made = make_algorithm(**_ON | {"method__use": ("hl_gauss", "asyppo")})
   assert {"second_half", "returns"} <= made.value_inputs
   rng, shape = np.random.default_rng(0), (3, 5)
   logits = jnp.asarray(rng.normal(size=(2, *shape, 51)), jnp.float32)
@@ -58,7 +59,7 @@ def test_a_prompt_trains_one_critic():
   returns = jnp.asarray(rng.normal(size=shape), jnp.float32)
   second = jnp.asarray(rng.random(shape) < 0.5, jnp.float32)
   given = {"second_half": second, "returns": returns}
-  one = make_algorithm(value__head="categorical").value_loss
+  one = make_algorithm(**_BINS).value_loss
   loss = made.value_loss(given | {"of_critics": each}).loss
   for index in (0, 1):
     own = jax.tree.map(lambda x, index=index: x[index], each)
@@ -84,10 +85,10 @@ def test_each_is_trained_as_if_it_were_alone():
   )
 
   def trained(fns, loss, optimizer, params, batches):
-    updated = make_update(value_objective(fns, loss), optimizer, schedule)
+    update = make_update(value_objective(fns, loss), optimizer, schedule)
     state = create_train_state(jax.tree.map(jnp.array, params), optimizer)
     for batch in batches:
-      state, metrics = updated(state, batch)
+      state, metrics = update.whole(state, batch)
       assert all(np.shape(x) == () for x in metrics.values())
     return state
 
@@ -134,14 +135,14 @@ def test_tokens_of_agreement_are_dropped_and_ties_kept():
 @pytest.mark.parametrize(
   "changes, problem",
   [
-    (_ON | {"value__ensemble": ""}, "one critic cannot disagree"),
+    (_ON | {"estimator__name": "group"}, "'asyppo' needs a critic"),
     (_ON | {"loss__clip_value": 0.2}, "not the old value of any"),
     (
-      {"value__head": "categorical", "loss__clip_value": 0.2},
+      _BINS | {"loss__clip_value": 0.2},
       "a distribution over bins cannot be clipped",
     ),
     (
-      {"value__head": "categorical", "value__high": 1.0},
+      _BINS | {"method__hl_gauss__high": 1.0},
       "must cover the rewards, -1 to 1",
     ),
     (

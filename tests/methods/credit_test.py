@@ -25,7 +25,7 @@ class TestMaxRL:
   def advantages(self, rewards, groups):
     mask = np.ones((len(rewards), 2), bool)
     paid = np.stack([np.zeros_like(rewards), rewards], axis=1)
-    return np.asarray(jax.jit(maxrl.maxrl)(paid, mask, np.asarray(groups)))
+    return np.asarray(jax.jit(maxrl.in_means)(paid, mask, np.asarray(groups)))
 
   def test_by_hand(self):
     rewards = np.float32([1, 0, 0, 0, 1, 1, 0, 0, 0, -1, 9])
@@ -44,9 +44,9 @@ class TestGdpo:
   def test_by_hand(self):
     """Three equal sums: a tie for GRPO, although one component is rarer."""
     made = make_algorithm(
-      estimator__name="gdpo",
+      method__use=("gdpo",),
+      method__gdpo__parts={"a": 1.0, "b": 0.5},
       estimator__epsilon=0.0,
-      estimator__settings={"parts": {"a": 1.0, "b": 0.5}},
     )
     assert {"part_a", "part_b"} <= made.leaves
     mask = np.ones((4, 1), bool)
@@ -66,14 +66,14 @@ class TestGdpo:
 
   def test_parts_must_be_named(self):
     with pytest.raises(InputError, match="'gdpo' needs the parts"):
-      make_algorithm(estimator__name="gdpo")
+      make_algorithm(method__use=("gdpo",))
 
 
 class TestEvpo:
-  def advantages(self, name, values, others=None, **changes):
+  def advantages(self, use, values, others=None, **changes):
     """Computes advantages and masks of a batch from the critic's values."""
     made = make_algorithm(
-      estimator__name=name, estimator__lambda_value=1.0, **changes
+      method__use=use, estimator__lambda_value=1.0, **changes
     )
     values = values.astype(np.float32)
     return make_experience(made, values=values, **others or {})
@@ -85,8 +85,8 @@ class TestEvpo:
 
   def test_a_critic_that_explains_is_vapos_in_every_bit(self):
     values = self.critic(1)
-    one = self.advantages("evpo", values)
-    other = self.advantages("gae", values)
+    one = self.advantages(("evpo",), values)
+    other = self.advantages((), values)
     explained = masked.explained_variance(
       values, one["returns"], one["value_mask"]
     )
@@ -94,19 +94,20 @@ class TestEvpo:
     np.testing.assert_array_equal(one["advantages"], other["advantages"])
 
   def test_one_that_does_not_gives_way_to_the_mean_of_the_group(self):
-    one = self.advantages("evpo", self.critic(-1))
+    one = self.advantages(("evpo",), self.critic(-1))
     plain = {
+      "estimator__name": "group",
       "estimator__scale": "none",
       "value__pretrain_steps": 0,
     }
-    other = self.advantages("group", self.critic(-1), **plain)
+    other = self.advantages((), self.critic(-1), **plain)
     np.testing.assert_array_equal(one["advantages"], other["advantages"])
     assert one["advantages"].any()
 
   def test_without_groups_it_is_the_mean_of_the_batch(self):
     judged = np.arange(12) != 4
     alone = {"group": np.arange(12), "judged": judged}
-    one = self.advantages("evpo", self.critic(-1), alone)
+    one = self.advantages(("evpo",), self.critic(-1), alone)
     mask = make_rollout().mask
     outcome = np.where(np.arange(12) % 3 == 0, 1.0, -1.0) * mask.any(axis=1)
     centered = np.where(judged, outcome - outcome[judged].mean(), 0.0)
@@ -116,12 +117,12 @@ class TestEvpo:
   def test_equal_returns_have_no_advantage(self):
     """There is nothing that a critic could explain."""
     equal = {"rewards": np.zeros(12, np.float32)}
-    one = self.advantages("evpo", self.critic(1), equal)
+    one = self.advantages(("evpo",), self.critic(1), equal)
     assert not one["advantages"].any()
 
   def test_the_critic_is_trained_in_any_case(self):
-    one = self.advantages("evpo", self.critic(-1))
-    other = self.advantages("gae", self.critic(-1))
+    one = self.advantages(("evpo",), self.critic(-1))
+    other = self.advantages((), self.critic(-1))
     for name in ("returns", "value_mask"):
       np.testing.assert_array_equal(one[name], other[name])
 
@@ -130,7 +131,9 @@ class TestSegments:
   def test_by_hand(self):
     """There are two segments: the first ends with the unlikely second token."""
     logprobs = np.log(np.float32([[0.9, 0.1, 0.5, 0.4]]))
-    lambda_ = sae.segment_lambda(logprobs, lambda_policy=0.5)
+    lambda_ = sae.segment_lambda(
+      logprobs, lambda_policy=0.5, segment_probability=0.2
+    )
     np.testing.assert_allclose(lambda_, [[1, 0.5, 1, 1]])
     values = np.float32([[0.5, 9.0, 0.4, 9.0]])  # 9.0 cancels.
     rewards, mask = np.float32([[0, 0, 0, 1]]), np.ones((1, 4), bool)
@@ -141,9 +144,9 @@ class TestSegments:
 
   def test_the_config_chooses_them(self):
     made = make_algorithm(
-      estimator__lambda_schedule="segments",
+      method__use=("sae",),
+      method__sae__segment_probability=0.1,
       estimator__lambda_policy=0.7,
-      estimator__settings={"segment_probability": 0.1},
     )
     got = make_experience(made)["advantages"]
     rollout = make_rollout()
@@ -163,14 +166,16 @@ class TestTurns:
 
   def advantages(self, rewards, values, truncated=(0, 0), mask=MASK, **changes):
     settings = {"gamma": 1.0, "boundary": "repeat"} | changes
-    return turn_gae.make_estimator(settings).fn(
-      rewards,
-      values,
-      mask,
-      np.array(truncated, bool),
-      np.float32([0.5, 0.5]),
-      np.float32([0.25, 0.25]),
-    )
+    made = make_algorithm(**{f"estimator__{k}": x for k, x in settings.items()})
+    inputs = {
+      "token_rewards": rewards,
+      "values": values,
+      "mask": mask,
+      "truncated": np.array(truncated, bool),
+      "policy_lambda": np.float32([0.5, 0.5]),
+      "next_values": np.float32([0.25, 0.25]),
+    }
+    return turn_gae.over_turns(made.advantages)(inputs)
 
   def inputs(self):
     rewards, values = np.zeros((2, 8), np.float32), noise(9)[:2, :8]
@@ -212,7 +217,7 @@ class TestTurns:
 
   def test_the_critic_learns_at_first_tokens(self):
     made = make_algorithm(
-      estimator__name="turn_gae", estimator__lambda_value=1.0
+      method__use=("turn_gae",), estimator__lambda_value=1.0
     )
     ended = np.arange(12) != 4
     status = np.where(ended, Status.FINISHED, Status.TRUNCATED)

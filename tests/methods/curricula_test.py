@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import doors
-from helpers.tiny_algorithm import make_rollout
+from helpers.tiny_algorithm import make_algorithm, make_rollout
 
 from jaxrl_llm import metrics, register, rewards
 from jaxrl_llm.data import oracles, prompt_source, tasks
@@ -49,8 +49,10 @@ def pool():
   return LazySource(task.__getitem__, range(POOL))
 
 
-def make(name, model, settings=(), **changes):
-  """Makes a prompt source over the pool."""
+def make(name, model, settings=None, **changes):
+  """Makes the prompt source of a method, with its settings, over the pool."""
+  own = {f"method__{name}__{key}": x for key, x in (settings or {}).items()}
+  made = make_algorithm(estimator__name="group", method__use=(name,), **own)
   tokenizer = Tokenizer(str(model))
   arguments = {
     "seed": 3,
@@ -58,10 +60,11 @@ def make(name, model, settings=(), **changes):
     "tokenizer": tokenizer,
     "max_prompt_length": 16,
   }
-  if name in ("hints", "repairs"):
+  if name in ("adhint", "scope"):
     arguments["max_response_length"] = 40
-  made = prompt_source.PROMPT_SOURCES[name]
-  return made(pool(), **arguments | changes | dict(settings))
+  if name == "gdro":
+    arguments["group_size"] = TRIES
+  return made.prompts(pool(), **arguments | made.prompt_settings | changes)
 
 
 def answers(source, prompts, right, judged=True):
@@ -85,7 +88,7 @@ def answers(source, prompts, right, judged=True):
   )
 
 
-CURRICULA = ("target_rate", "dps", "gdro", "sgpo", "contexts")
+CURRICULA = ("dots", "dps", "gdro", "sgpo", "nudge")
 
 
 class TestLaws:
@@ -95,10 +98,9 @@ class TestLaws:
   def source(self, request, model, profile):
     settings = {
       "sgpo": {"profile": str(profile)},
-      "contexts": {"contexts": ("", "0+")},
-      "gdro": {"group_size": TRIES},
+      "nudge": {"contexts": ("", "0+")},
     }
-    return make(request.param, model, settings.get(request.param, {}))
+    return make(request.param, model, settings.get(request.param))
 
   def walk(self, source, state, steps, n=5):
     drawn = []
@@ -139,7 +141,7 @@ class TestLaws:
 
 
 def test_an_endless_source_gets_a_pool(model):
-  make = functools.partial(doors.make_config, model, data__order="dps")
+  make = functools.partial(doors.make_config, model, method__use=("dps",))
   one, other = (build.make_run(make(run__seed=i)).source for i in (0, 1))
   assert len(one) == len(other) == 1024
   assert all(one.example(i, 0) == other.example(i, 0) for i in range(9))
@@ -154,7 +156,7 @@ def test_a_file_is_read_whole(tmp_path, model):
   (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
   config = doors.make_config(
     model,
-    data__order="dps",
+    method__use=("dps",),
     data__source="jsonl",
     data__path=str(tmp_path / "sums.jsonl"),
     data__settings={},
@@ -180,7 +182,7 @@ def test_a_curriculum_alone_refuses_data_without_an_end(model):
 )
 def test_asking_again_needs_whole_batches(model, key, value, needed):
   changes = {
-    "data__order": "dars",
+    "method__use": ("dars",),
     "optimizer__policy__mini_batch": 16,
     "estimator__name": "gae" if key == "schedule__window" else "group",
     "estimator__normalize": "none",
@@ -188,7 +190,7 @@ def test_asking_again_needs_whole_batches(model, key, value, needed):
     key: value,
   }
   key = key.replace("__", ".")
-  said = rf"config.data.order='dars' with config.{key}=.* use {key}={needed}"
+  said = rf"config.method.use=.'dars',. with config.{key}=.* use {key}={needed}"
   with pytest.raises(InputError, match=said):
     build.make_run(doors.make_config(model, **changes))
 
@@ -203,7 +205,7 @@ class TestTargetRate:
   """Tests of DOTS."""
 
   def test_prefers_what_is_solved_half_of_the_time(self, model):
-    source = make("target_rate", model, {"explore": 0.0})
+    source = make("dots", model, {"explore": 0.0})
     rate = np.where(np.arange(POOL) % 2, 0.5, 1.0).astype(np.float32)
     counts = np.zeros(POOL)
     for draw in range(400):
@@ -214,7 +216,7 @@ class TestTargetRate:
     assert counts[::2].sum() <= 12
 
   def test_rates_move_halfway(self, model):
-    source = make("target_rate", model)
+    source = make("dots", model)
     prompts, state = source.draw(source.init(), 2)
     after = source.observe(state, answers(source, prompts, right=4))
     seen = [p.example_id for p in prompts]
@@ -285,7 +287,7 @@ class TestGdro:
     assert bounded.tolist() == [3, 6, 6]
 
   def test_variances_and_tries_by_hand(self, model):
-    source = make("gdro", model, {"group_size": 6})
+    source = make("gdro", model, group_size=6)
     prompts, state = source.draw(source.init(), 2)
     after = source.observe(state, answers(source, prompts, right=1))
     # Halfway from 1/4 to 6/5 · 1/6 · 5/6, in the bin of the rate before, 1/2.
@@ -320,31 +322,31 @@ class TestSgpo:
     file = tmp_path / "few.jsonl"
     file.write_text('{"question": "1+1?", "correct": 1, "samples": 2}\n')
     with pytest.raises(InputError, match=r"no line for .* \(12 of 12"):
-      make("sgpo", model, profile=str(file))
+      make("sgpo", model, {"profile": str(file)})
     file.write_text('{"question": "1+1?", "correct": 1, "samples": 0}\n')
     with pytest.raises(InputError, match=r"few.jsonl:1: not a line of a"):
-      make("sgpo", model, profile=str(file))
+      make("sgpo", model, {"profile": str(file)})
 
 
 def test_majority_by_hand():
   verdicts = [rewards.Verdict(False, x) for x in ("12", "12", "15", None)]
-  assert majority.majority([""] * 4, verdicts) == [True, True, False, False]
+  assert majority.has_majority([""] * 4, verdicts) == [True, True, False, False]
   none = [rewards.Verdict(False)] * 2
-  assert majority.majority([""] * 2, none) == [False, False]
+  assert majority.has_majority([""] * 2, none) == [False, False]
   tied = [rewards.Verdict(False, x) for x in ("7", "5", "5", "7")]
-  assert majority.majority([""] * 4, tied) == [True, False, False, True]
+  assert majority.has_majority([""] * 4, tied) == [True, False, False, True]
 
 
 class TestHints:
   """Tests of ADHint."""
 
   def test_share(self, model):
-    source = make("hints", model)
+    source = make("adhint", model)
     found = [source.share(p) for p in (0, 0.25, 0.5, 0.75, 1)]
     np.testing.assert_allclose(found, [0.8, 0.6, 0.4, 0.2, 0])
 
   def test_hard_prompts_come_again_with_a_part_of_their_solution(self, model):
-    source = make("hints", model)
+    source = make("adhint", model)
     prompts, state = source.draw(source.init(), 3)
     given = answers(source, prompts, right=1)
     given.correct[TRIES : 2 * TRIES] = True
@@ -353,7 +355,7 @@ class TestHints:
     assert [prompt.example_id for prompt in again] == hard
     assert [prompt.group_id for prompt in again] == [3, 4] and after.drawn == 5
     for prompt in again:
-      text = make("hints", model)._tokenizer.decode(prompt.opening)
+      text = make("adhint", model)._tokenizer.decode(prompt.opening)
       assert text == prompt.completion[: int(0.6 * len(prompt.completion))]
 
   def test_factor(self):
@@ -389,7 +391,7 @@ class TestRepairs:
     assert oracles.first_wrong_line(self.EXAMPLE, text) == found
 
   def test_at_most_half_of_a_group_is_repaired(self, model):
-    source = make("repairs", model)
+    source = make("scope", model)
     prompts, state = source.draw(source.init(), 2)
     given = answers(source, prompts, right=1)
     asked = [prompt for prompt in prompts for _ in range(TRIES)]
@@ -402,7 +404,7 @@ class TestRepairs:
 
   def test_kept_tokens_are_those_of_the_policy(self, model):
     """The opening of a response is not tokenized again."""
-    source = make("repairs", model)
+    source = make("scope", model)
 
     class Pairs:
       """Decodes two characters per token, but encodes single ones."""
@@ -444,14 +446,14 @@ def test_novelty_by_hand():
 
 
 def test_questions_too_long_in_one_context_are_dropped_in_all(model):
-  settings = {"contexts": ("", "0+0+"), "on_long": "drop"}
-  source = make("contexts", model, settings, max_prompt_length=8)
+  limits = {"max_prompt_length": 8, "on_long": "drop"}
+  source = make("nudge", model, {"contexts": ("", "0+0+")}, **limits)
   prompts, _ = source.draw(source.init(), 2 * POOL)
   lengths = [len(prompt.tokens) for prompt in prompts]
   assert len(prompts) == 2 * POOL and max(lengths) <= 8
   # Equal numbers per context; some questions would only fit without context.
   assert lengths[1::2] == [length + 4 for length in lengths[::2]]
-  without = make("contexts", model, settings | {"contexts": ("",)})
+  without = make("nudge", model, {"contexts": ("",)}, on_long="drop")
   shorter, _ = without.draw(without.init(), POOL)
   assert max(len(prompt.tokens) for prompt in shorter) > max(lengths[::2])
 
@@ -472,15 +474,14 @@ def test_inter_intra_by_hand():
 
 
 RUNS = {
-  "target_rate": {"data__pool": 12, "estimator__name": "sharpened"},
+  "dots": {"data__pool": 12, "method__use": ("xrpo", "dots")},
   "dps": {"data__pool": 12},
   "gdro": {"data__pool": 12},
-  "dars": {"estimator__name": "example"},
-  "hints": {"estimator__name": "hinted"},
-  "repairs": {"estimator__name": "example"},
-  "contexts": {
-    "estimator__name": "inter_intra",
-    "data__order_settings": {"contexts": ("", "0+")},
+  "dars": {},
+  "adhint": {},
+  "scope": {},
+  "nudge": {
+    "method__nudge__contexts": ("", "0+"),
     "data__max_prompt_length": 16,
   },
 }
@@ -488,21 +489,20 @@ RUNS = {
 
 # Each source is in one of the two runs, with all that it does in a step.
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["gdro", "dars", "hints", "contexts"])
-def test_meets_an_environment_and_dynamic_sampling(model, tmp_path, order):
+@pytest.mark.parametrize("name", ["gdro", "dars", "adhint", "nudge"])
+def test_meets_an_environment_and_dynamic_sampling(model, tmp_path, name):
   register.reward("even", lambda tokens: sum(tokens) % 2 == 0)
   features = {
     "schedule__dynamic_sampling": True,
     "schedule__over_provision": 2.0,
     "schedule__max_rounds": 8,
     "reward__name": "even",
-    "reward__group": "",
     "environment__name": "calculator",
     "sampler__stop": ("=",),
     "environment__max_turns": 3,
   }
-  changes = RUNS[order] | features
-  doors.train(model, tmp_path / "run", data__order=order, **changes)
+  changes = {"method__use": (name,)} | RUNS[name] | features
+  doors.train(model, tmp_path / "run", **changes)
 
 
 @pytest.mark.slow
@@ -513,8 +513,7 @@ def test_a_profile_trains(model, tmp_path):
     for i in range(POOL)
   ]
   file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-  settings = {"data__order": "sgpo", "estimator__name": "group"}
-  settings |= {"data__order_settings": {"profile": str(file)}}
+  settings = {"method__use": ("sgpo",), "method__sgpo__profile": str(file)}
   with pytest.raises(InputError, match=r"set config\.data\.pool"):
     build.make_run(doors.make_config(model, **settings))
   settings["data__pool"] = POOL
@@ -525,27 +524,27 @@ def test_a_profile_trains(model, tmp_path):
   before = data.digests(config)
   file.write_text(2 * file.read_text())
   changed = {k for k, x in data.digests(config).items() if x != before[k]}
-  assert changed == {"data.order_settings"}
+  assert changed == {"method"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["target_rate", "dps", "repairs"])
+@pytest.mark.parametrize("name", ["dots", "dps", "scope"])
 def test_trains_and_resumes_with_majority_labels_and_replay(
-  model, tmp_path, order
+  model, tmp_path, name
 ):
-  changes = RUNS[order] | {
+  changes = RUNS[name] | {
     "sampler__max_response_length": 24,
     "run__samples_every": 1,
     "schedule__replay": 0.5,
     "schedule__replay_keep": "all",
-    "reward__group": "majority",
   }
-  rows = doors.train(model, tmp_path / "run", data__order=order, **changes)
+  changes["method__use"] = (*changes.get("method__use", (name,)), "majority")
+  rows = doors.train(model, tmp_path / "run", **changes)
   for row in rows[1:]:
-    assert ("rollout/again" in row) == (order == "repairs")
+    assert ("rollout/again" in row) == (name == "scope")
     assert row["sampler_trainer/logprob_diff_max"] < 1e-5
     assert 0 <= row["reward/agrees"] <= 1 and "reward/true" in row
-  if order == "repairs":
+  if name == "scope":
     samples = metrics.read_rows(tmp_path / "run" / "samples.jsonl")
     given = [s for s in samples if s["step"] and s["origin"][0][0] == "given"]
     assert given and all(s["advantage"][0] is None for s in given)

@@ -29,7 +29,7 @@ def teacher(model, tmp_path_factory):
 
 
 def make_run(model, teachers, **changes):
-  settings = {"estimator__settings": {"teachers": str(teachers)}}
+  settings = {"method__distill__teachers": str(teachers)}
   config = recipes.make_config("distill", model, **settings | changes)
   return build.make_run(config)
 
@@ -152,7 +152,7 @@ class TestRun:
     run = make_run(model, theirs, run__steps=4, **settings)
     capsys.readouterr()
     assert loop.train(run, tmp_path / "run") == 0
-    assert "config.estimator.settings: the files have changed" in (
+    assert "config.method.use: the files have changed" in (
       capsys.readouterr().out
     )
 

@@ -23,22 +23,13 @@ _FIRST_GROUPS = {
 _ADAPTERS = {"model.lora_rank": 4, "value.lora_rank": 4}
 _STREAMING = {"schedule.streaming": True}
 _SINGLE = {"data.prompts_per_step": 16, "data.group_size": 1}
-_V3_2 = {
-  "loss.name": "clip_off_policy_mask",
-  "loss.kl": "unbiased",
-  "loss.kl_coefficient": 0.04,
-  "off_policy.proximal": "stored",
-}
-_KPOP = {"loss.name": "kpop", "off_policy.proximal": "stored"}
-_DPPO = {"loss.name": "dppo_kl", "off_policy.proximal": "stored"}
-_TURNS = {"estimator.name": "turn_gae"}
-_SEGMENTS = {"estimator.lambda_schedule": "segments"}
+_STORED = {"off_policy.proximal": "stored"}
 _GDPO = {
-  "estimator.name": "gdpo",
-  "estimator.settings": {"parts": {"right": 1.0, "short": 0.5}},
+  "method.use": ("gdpo",),
+  "method.gdpo.parts": {"right": 1.0, "short": 0.5},
   "estimator.normalize": "whiten",
 }
-# Name -> method and settings. Losses, estimators and schedules are independent,
+# Name -> config and settings. Losses, estimators and schedules are independent,
 # so each run has one of each.
 CASES = {
   "SAO, single, windows": ("sao", _SINGLE | {"schedule.window": 5}),
@@ -51,24 +42,37 @@ CASES = {
   ),
   "MaxRL, SAPO's gate, streaming": (
     "maxrl",
-    {"loss.name": "sapo_gate"} | _STREAMING,
+    {"method.use": ("maxrl", "sapo_gate")} | _STREAMING,
   ),
-  "EVPO, KPop, first groups": ("evpo", _KPOP | _FIRST_GROUPS),
+  "EVPO, KPop, first groups": (
+    "evpo",
+    {"method.use": ("evpo", "kpop")} | _STORED | _FIRST_GROUPS,
+  ),
   "GDPO, V3.2, lag, adapters": (
     "grpo",
-    _GDPO | _V3_2 | {"schedule.lag": 1} | _ADAPTERS,
+    _GDPO
+    | {"method.use": ("gdpo", "deepseek_v3_2"), "loss.kl_coefficient": 0.04}
+    | {"schedule.lag": 1}
+    | _STORED
+    | _ADAPTERS,
   ),
   "turns, calculator, windows": (
     "vapo",
-    _TURNS | _CALCULATOR | {"schedule.window": 5},
+    {"method.use": ("turn_gae",), "schedule.window": 5} | _CALCULATOR,
   ),
   "turns, streaming": (
     "vapo",
-    _TURNS | _STREAMING | {"loss.nll_coefficient": 0.0},
+    {"method.use": ("turn_gae",), "loss.nll_coefficient": 0.0} | _STREAMING,
   ),
   "segments, DPPO-KL, windows, lag": (
     "tppo",
-    _SEGMENTS | _DPPO | {"schedule.window": 5, "schedule.lag": 1},
+    {
+      "method.use": ("sae", "dppo"),
+      "method.dppo.divergence": "kl",
+      "schedule.window": 5,
+      "schedule.lag": 1,
+    }
+    | _STORED,
   ),
 }
 QUICK = ("SAO, single, windows", "turns, calculator, windows")

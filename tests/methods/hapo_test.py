@@ -26,9 +26,9 @@ class TestHapo:
     code = rng.uniform(-1, 1, (4, 40)).astype(np.float32)
     return old + 0.3 * moved, old, advantages, code
 
-  def outputs(self, logprobs, old, advantages, code, name="hapo"):
+  def outputs(self, logprobs, old, advantages, code, use=("hapo",)):
     made = make_algorithm(
-      loss__name=name, loss__clip_high=0.2, loss__dual_clip=3.0
+      method__use=use, loss__clip_high=0.2, loss__dual_clip=3.0
     )
     inputs = {
       "proximal_logprobs": old,
@@ -58,18 +58,20 @@ class TestHapo:
   def test_a_code_of_zero_is_the_clipped_loss(self):
     logprobs, old, advantages, code = self.inputs(1)
     arrays = logprobs, old, advantages, np.zeros_like(code)
-    plain = self.outputs(*arrays, name="clip")
+    plain = self.outputs(*arrays, use=())
     chex.assert_trees_all_equal(self.outputs(*arrays), plain)
     changed = self.outputs(logprobs, old, advantages, code)
     assert not np.array_equal(changed[0], plain[0])
 
   def test_the_code_is_of_the_tokens_of_the_loss(self):
     rollout = make_rollout()
-    made = make_algorithm(loss__name="hapo")
+    made = make_algorithm(method__use=("hapo",))
     got = make_experience(made)
     expected = reference.entropy_code(np.abs(noise(4)), rollout.mask, 0.8)
     np.testing.assert_allclose(got["entropy_code"], expected, atol=2e-5)
-    released = make_algorithm(loss__name="hapo", loss__hapo_sign="released")
+    released = make_algorithm(
+      method__use=("hapo",), method__hapo__sign="released"
+    )
     np.testing.assert_allclose(
       make_experience(released)["entropy_code"],
       np.abs(expected),
@@ -77,7 +79,8 @@ class TestHapo:
     )
 
   def make_temperature(self, tau):
-    processors = make_algorithm(sampler__entropy_tau=tau).processors
+    made = make_algorithm(method__use=("hapo",), method__hapo__tau=tau)
+    processors = made.processors
     if not processors:
       return None
 
@@ -94,7 +97,7 @@ class TestHapo:
     logits = 3.0 * rng.normal(size=(6, 19)).astype(np.float32)
     temperature = np.linspace(0.6, 1.4, 6, dtype=np.float32)
     before = np.abs(noise(14))
-    made = make_algorithm(sampler__entropy_tau=0.05)
+    made = make_algorithm(method__use=("hapo",), method__hapo__tau=0.05)
     scored = {  # Half of the tokens are not trained on.
       "entropies": np.stack([before, 9.0 + before]),
       "policy_mask": np.stack([before >= 0, before < 0]),

@@ -1,31 +1,30 @@
-"""Files of methods/ are imported when a config names a part of them."""
+"""Files of methods/: a function of their name, imported when it is used."""
 
+import importlib
+import inspect
 import pathlib
 import subprocess
 import sys
 
 import pytest
 
-from jaxrl_llm import losses, methods, models, register, rewards
-from jaxrl_llm.data import prompt_source, replay
-from jaxrl_llm.learner import choices, providers
-from jaxrl_llm.system import plugin
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import methods, register
+from jaxrl_llm.config import zoo
 
-_TABLES = {
-  table.kind: table
-  for module in (choices, models, prompt_source, providers, replay, rewards)
-  for table in vars(module).values()
-  if isinstance(table, plugin.Table)
-}
+FILES = pathlib.Path(methods.__file__).parent.glob("[a-z]*.py")
+NAMES = sorted(file.stem for file in FILES)
 _PROGRAM = """
 import runpy, sys
 from jaxrl_llm import config as config_lib
-from jaxrl_llm.learner.build_algorithm import make_algorithm
+from jaxrl_llm.learner.core import make_algorithm
 from jaxrl_llm.trainer.validation import validate
 text = config_lib.describe()
-assert all(repr(x) in text for x in ("hapo", "gspo", "optimal_baseline"))
+assert all(x in text for x in ("hapo", "method.vcpo.ess_reference", "gspo"))
 for method in ("vapo", "vcpo", "distill"):
   config = runpy.run_path(f"configs/{method}.py")["get_config"]()
+  if method == "distill":
+    config.method.distill.teachers = "a"
   validate(config)
   make_algorithm(config)
   start = "jaxrl_llm.methods."
@@ -36,28 +35,32 @@ for method in ("vapo", "vcpo", "distill"):
 def test_an_unused_method_is_not_imported():
   command = [sys.executable, "-c", _PROGRAM]
   done = subprocess.run(command, check=True, capture_output=True, text=True)
-  imported = done.stdout.splitlines()
-  assert imported == ["", "rloo vcpo", "distill rloo vcpo"]
+  assert done.stdout.splitlines() == ["", "rloo vcpo", "distill rloo vcpo"]
 
 
-@pytest.mark.parametrize("file", methods.FILES)
-def test_a_file_registers_what_the_table_says(file):
-  for kind, names in methods.FILES[file].items():
-    for name in names.split():
-      assert name in list(_TABLES[kind])  # Also before its import.
-      assert _TABLES[kind][name] != file
-    assert f"jaxrl_llm.methods.{file}" in sys.modules
+def test_the_names_are_those_of_the_files():
+  assert list(zoo.names()) == NAMES
+  allowed = config_lib.KEYS["method.use"].allowed
+  assert all(name in allowed for name in [*NAMES, "a/b.py:f"])
+  assert "clip" not in allowed
 
 
-def test_a_name_of_a_file_that_is_not_imported_yet_is_taken(monkeypatch):
-  monkeypatch.setitem(choices.POLICY_LOSSES, "cispo", "cispo")
-  monkeypatch.delitem(sys.modules, "jaxrl_llm.methods.cispo", raising=False)
-  with pytest.raises(ValueError, match="'cispo' already exists"):
-    register.loss("cispo", losses.clipped_policy_loss)
-  made = choices.POLICY_LOSSES["cispo"]({"clip_high": 0.2})
-  assert made.reads == ("logprobs", "proximal_logprobs", "advantages")
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_of_the_function_are_settings(name):
+  module = importlib.import_module(f"jaxrl_llm.methods.{name}")
+  parameters = inspect.signature(getattr(module, name)).parameters
+  assert [*parameters][:2] == ["algorithm", "s"]
+  own = [*parameters.values()][2:]
+  assert all(p.kind is p.KEYWORD_ONLY for p in own)
+  start = f"method.{name}."
+  keys = {k: x for k, x in config_lib.KEYS.items() if k.startswith(start)}
+  assert [*keys] == [start + p.name for p in own]
+  for parameter, key in zip(own, keys.values()):
+    assert key.default == parameter.default
+    assert type(key.default) is type(parameter.default) and key.meaning
 
 
-def test_every_file_is_in_the_table():
-  folder = pathlib.Path(methods.__file__).parent
-  assert {p.stem for p in folder.glob("[a-z]*.py")} == set(methods.FILES)
+@pytest.mark.parametrize("name", ["cispo", "vcpo"])
+def test_a_name_of_a_file_is_taken(name):
+  with pytest.raises(ValueError, match=f"'{name}' already exists; use another"):
+    register.method(name, lambda algorithm, s: algorithm)

@@ -151,7 +151,7 @@ class TestOneToken:
 
 
 def test_dis_recomputes_no_policy():
-  made = make_algorithm(loss__name="dis", off_policy__proximal="stored")
+  made = make_algorithm(method__use=("sao",), off_policy__proximal="stored")
   assert "old_logprobs" not in made.leaves and made.correction is None
 
 
@@ -223,10 +223,9 @@ class TestDeepSeek:
 
   def test_the_config_chooses_both(self):
     made = make_algorithm(
-      loss__name="clip_off_policy_mask",
-      loss__kl="unbiased",
+      method__use=("deepseek_v3_2",),
+      method__deepseek_v3_2__delta=0.2,
       loss__kl_coefficient=0.1,
-      loss__settings={"delta": 0.2},
       off_policy__proximal="stored",
     )
     assert {"segments", "mask"} <= {*made.policy_loss.reads}

@@ -44,7 +44,7 @@ def test_trains_and_resumes_bit_for_bit(model, tmp_path):
     rows = doors.train(
       model,
       tmp_path / "run",
-      estimator__name="cross_probe",
+      method__use=("poise",),
       optimizer__policy__mini_batch=16,
       reward__name="length",
       schedule__lag=1,

@@ -45,7 +45,7 @@ def own_parts():
 SHARED = {
   "schedule__replay": 0.5,
   "schedule__replay_keep": "foreign",
-  "loss__max_distance": 5.0,
+  "method__use": ("f_tis", "sapo"),
   "data__pool": 8,
 }
 
@@ -53,10 +53,10 @@ SHARED = {
 def sharing(folder, *others, **changes):
   paths = tuple(str(folder / name) for name in others)
   own = {
-    "schedule__share_in": str(folder / "own"),
+    "method__sapo__share_in": str(folder / "own"),
     "schedule__replay_keep": "all",
   }
-  return SHARED | own | {"schedule__replay_from": paths} | changes
+  return SHARED | own | {"method__sapo__replay_from": paths} | changes
 
 
 def lines_of(run, questions, *, samples=4, seed=0):
@@ -146,8 +146,7 @@ def test_a_run_shares_what_it_has_judged(model, tmp_path):
       "schedule__max_rounds": 8,
       "schedule__over_provision": 2.0,
       "reward__name": "even",
-      "data__order": "dars",
-      "estimator__name": "example",
+      "method__use": ("dars", "f_tis", "sapo"),
     },
   ],
 )
@@ -197,7 +196,7 @@ def test_responses_of_generate_py(model, tmp_path):
 @pytest.mark.parametrize(
   ("changes", "said"),
   [
-    ({"schedule__share_in": ""}, "set it to a folder"),
+    ({"method__sapo__share_in": ""}, "set it to a folder"),
     ({"schedule__replay": 0.0}, "set schedule.replay above 0"),
     (
       {"environment__name": "calculator", "sampler__stop": ("=",)},
@@ -363,7 +362,7 @@ def test_a_file_may_grow(model, tmp_path):
 def test_given_responses_solve_unsolved_prompts(model, tmp_path, own_parts):
   texts = set()
   register.reward("known", lambda response: response in texts)
-  given = {"reward__name": "known", "schedule__replay_for": "unsolved"}
+  given = {"reward__name": "known", "method__use": ("dart", "f_tis", "sapo")}
   given |= {"data__pool": 4, "schedule__replay": 0.9}
   config = doors.make_config(model, **sharing(tmp_path, "a.jsonl", **given))
   run = build.make_run(config)

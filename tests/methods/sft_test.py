@@ -1,6 +1,7 @@
 """Supervised fine-tuning: trained tokens, gradients, and complete runs."""
 
 import copy
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def make_source(tokenizer, fields, template="chat", columns=None, **settings):
     TEMPLATES[template](tokenizer),
     tokenizer,
     seed=None,
-    **limits | settings,
+    **limits | {"response_format": "{completion}", "stop": ""} | settings,
   )
 
 
@@ -318,9 +319,14 @@ class TestRun:
         return base.prompt(example_id, group_id)
 
     with registries.registered():
-      register.prompt_source("half", Half)
+
+      def half(algorithm, s):
+        return dataclasses.replace(algorithm, prompts=Half, checks=())
+
+      register.method("half", half)
       logged = {"run__samples": 0, "run__samples_every": 1}
-      config = recipes.make_config("sft", model, data__order="half", **logged)
+      both = {"method__use": ("sft", "half")}
+      config = recipes.make_config("sft", model, **both, **logged)
       rows, _ = recipes.train(config, tmp_path / "run")
     for sample in read_rows(tmp_path / "run" / "samples.jsonl"):
       if sample["step"]:  # Data have no rewards.
@@ -334,7 +340,6 @@ class TestRun:
   @pytest.mark.parametrize(
     ("changes", "why"),
     [
-      ({"estimator__name": "gae"}, "'gae': demonstrations give a critic no"),
       ({"schedule__lag": 1}, "schedule.lag=1: demonstrations are not sampled"),
       ({"schedule__window": 5}, "schedule.window=5: demonstrations are not sa"),
       (
@@ -346,10 +351,11 @@ class TestRun:
         {"sampler__temperature": 0.5},
         "temperature=0.5: demonstrations are not",
       ),
-      ({"loss__name": "clip"}, "this loss takes a ratio; use proximal="),
-      ({"off_policy__correction": "mask"}, "a correction needs a proximal pol"),
-      ({"data__order_settings": {"stop": "12"}}, "stop has '12', which is"),
-      ({"data__order_settings": {"ends": "="}}, "the settings of 'demonstra"),
+      (
+        {"off_policy__correction": "mask"},
+        "correction='mask': demonstrations are not",
+      ),
+      ({"method__sft__stop": "12"}, "stop has '12', which is"),
       (
         {"sampler__max_response_length": 6},
         "tokens, the limit is 6; raise",

@@ -287,7 +287,12 @@ def test_a_hostile_environment_loses_nothing(alone, how):
   conversation_config = data.make_conversation_config(config, alone.tokenizer)
   engine = alone.worker.writer.engine
   worker = build.make_worker(
-    config, engine, alone.source, alone.judge, conversation_config
+    config,
+    engine,
+    alone.source,
+    alone.judge,
+    conversation_config,
+    alone.learner.algorithm,
   )
   rollout, table = talk(dataclasses.replace(alone, worker=worker), None)
   conversation_config.call.close()

@@ -7,21 +7,18 @@ from helpers import registries, tiny_run
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import metrics, register
+from jaxrl_llm.learner import core
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.trainer.bounds import bounds
 
 
-def make_learner(support=None):
-  head = types.SimpleNamespace(support=support)
-  fns = types.SimpleNamespace(head=head)
-  return types.SimpleNamespace(critic=types.SimpleNamespace(fns=fns))
-
-
 def rules(method="ppo", support=None, **settings):
   config = config_lib.method(method, **tiny_run.dotted(settings))
-  learner = make_learner(support)
-  if method != "ppo":
-    learner.critic = None
+  algorithm, critic = core.compose(config), None
+  if algorithm.critic:
+    head = types.SimpleNamespace(support=support)
+    critic = types.SimpleNamespace(fns=types.SimpleNamespace(head=head))
+  learner = types.SimpleNamespace(algorithm=algorithm, critic=critic)
   return bounds(config, learner)
 
 
@@ -42,7 +39,7 @@ def test_returns_beyond_the_bins():
   for least, most in ((-2.5, 1), (0, 3), (-30, -20)):
     (line,) = warned(rule, (0, 1), (least, most), (least, most))
     assert f"value bins: the critic's targets are {least:g} to {most:g}" in line
-    assert "its bins -2 to 2" in line and "value.low and value.high" in line
+    assert "its bins -2 to 2" in line and "with bins around them" in line
 
 
 def test_returns_that_a_clip_cannot_follow():
@@ -67,10 +64,11 @@ def test_rewards_on_one_side_of_the_threshold():
 def test_penalties_of_an_estimator_that_divides_by_the_mean():
   negative = (0.5, -1, 1)
   assert not warned(rules("grpo"), negative)
-  rule = rules("grpo", estimator__name="maxrl", reward__incorrect=0.0)
+  rule = rules("grpo", method__use=("maxrl",), reward__incorrect=0.0)
   assert not warned(rule, (0.5, 0, 1))
   (line,) = warned(rule, negative)
-  assert "negative reward: rewards are -1 to 1; 'maxrl' divides" in line
+  assert "negative reward: rewards are -1 to 1" in line
+  assert "divides by rewards of at least 0" in line
 
 
 @pytest.mark.parametrize(
@@ -83,7 +81,7 @@ def test_penalties_of_an_estimator_that_divides_by_the_mean():
 def test_a_run_says_what_its_returns_do(model, tmp_path, capsys, changes):
   with registries.registered():
     register.reward("long", lambda response: 10.0 + len(response))
-    settings = {"value__head": "categorical", "value__pretrain_steps": 1}
+    settings = {"method__use": ("hl_gauss",), "value__pretrain_steps": 1}
     settings |= {"run__steps": 2, "eval__every": 2, **changes}
     run = build.make_run(tiny_run.make_config(model, **settings))
     assert loop.train(run, tmp_path) == 0

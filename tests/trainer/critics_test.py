@@ -1,5 +1,6 @@
 """Runs with other critics: other heads, two models, further inputs."""
 
+import json
 import shutil
 
 import chex
@@ -15,22 +16,27 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build, loop, summary
 
 STEPS = 3
-_HALVES = {"value__ensemble": "halves", "estimator__agree_share": 0.25}
+_SHARE = {"method__asyppo__agree_share": 0.25}
 _ADAPTERS = {"model__lora_rank": 4, "value__lora_rank": 2}
-_PRIVILEGED = {"value__answer_format": "#{answer};", "value__answer_tokens": 5}
+_PRIVILEGED = {
+  "method__use": ("privileged",),
+  "method__privileged__answer_format": "#{answer};",
+  "method__privileged__answer_tokens": 5,
+}
 KINDS = {
-  "categorical adapters": {"value__head": "categorical", **_ADAPTERS},
+  "categorical adapters": {"method__use": ("hl_gauss",), **_ADAPTERS},
   # T-PPO's windows bootstrap with V of the state after the last token.
   "categorical halves": {
-    **_HALVES,
-    "value__head": "categorical",
+    **_SHARE,
+    "method__use": ("hl_gauss", "asyppo"),
     "schedule__window": 5,
     "estimator__boundary": "bootstrap",
   },
   "privileged halves of adapters": {
-    **_HALVES,
+    **_SHARE,
     **_ADAPTERS,
     **_PRIVILEGED,
+    "method__use": ("asyppo", "privileged"),
     "schedule__window": 5,
   },
 }
@@ -57,7 +63,7 @@ def test_resumes_bit_for_bit(model, kind, tmp_path):
   tiny_run.assert_same_checkpoints(run, whole, tmp_path / "parts")
   assert run.learner.critic.shares_base == ("value__lora_rank" in KINDS[kind])
   if kind == "privileged halves of adapters":
-    halves = {"value__ensemble": "halves", "value__head": "scalar"}
+    halves = {"method__use": ("asyppo",)}
     halves["value__reads_logprobs"] = True
     _, learner = started_from(model, whole, **halves)
     assert learner.critic.trained.keys() == {"first", "second"}
@@ -86,7 +92,7 @@ def trained(model, tmp_path_factory):
 
 def started_from(model, path, **changes):
   """A run with value.init_from, and its first critic."""
-  settings = {"value__head": "categorical", "value__init_from": str(path)}
+  settings = {"method__use": ("hl_gauss",), "value__init_from": str(path)}
   settings["value__reads_logprobs"] = False
   config = tiny_run.make_config(model, **settings | changes)
   run = build.make_run(config)
@@ -103,7 +109,7 @@ def test_an_exported_critic_starts_another_run(model, trained, tmp_path):
   chex.assert_trees_all_equal(learner.critic.trained, params)
   assert run.pretraining is None
   # Both critics start from it.
-  run, learner = started_from(model, out, value__ensemble="halves")
+  run, learner = started_from(model, out, method__use=("hl_gauss", "asyppo"))
   assert "2 critics of the same size" in summary.describe(run)[1]
   for name in ("first", "second"):
     chex.assert_trees_all_equal(learner.critic.trained[name], params)
@@ -147,9 +153,10 @@ def test_a_critic_that_is_not_of_a_directory_is_one_line(
     api.load(model).save_critic(tmp_path / "critic")
   run = shutil.copytree(trained, tmp_path / "run")
   config = run / "config.json"
-  text = config.read_text().replace('"ensemble": ""', '"ensemble": "halves"')
-  config.write_text(text)
-  with pytest.raises(InputError, match="has value.ensemble, which"):
+  settings = json.loads(config.read_text())
+  settings["method"]["use"] = ["asyppo"]
+  config.write_text(json.dumps(settings))
+  with pytest.raises(InputError, match="is several models, which"):
     api.load(run).save_critic(tmp_path / "critic")
 
 
@@ -185,7 +192,7 @@ def test_a_privileged_critic_reads_the_answer_before_the_prompt(model):
 
 
 def test_an_answer_needs_a_place_and_room(model):
-  with pytest.raises(InputError, match="the text has no {answer}"):
-    make_privileged(model, value__answer_format="answer")
-  with pytest.raises(InputError, match="answer_tokens = 84 exceeds the model"):
-    make_privileged(model, value__answer_tokens=60)
+  with pytest.raises(InputError, match="answer_format has no {answer}"):
+    make_privileged(model, method__privileged__answer_format="answer")
+  with pytest.raises(InputError, match="view = 84 exceeds the model"):
+    make_privileged(model, method__privileged__answer_tokens=60)

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
-from helpers import registries, tiny_run
+from helpers import registries, tempered, tiny_run
 from helpers.echo import Echo
 from helpers.tiny_run import with_config
 
@@ -112,7 +112,7 @@ def test_a_run_stops_at_a_difference(model, tmp_path):
   "changes",
   [
     {"sampler__drafter": "prompt_lookup"},
-    {"sampler__entropy_tau": 0.5},
+    {"method__use": (tempered.METHOD,)},
     {"schedule__lag": 1},
     {"schedule__streaming": True, "loss__nll_coefficient": 0.0},
     {"model__expert_capacity": 2.0},

@@ -11,7 +11,13 @@ from jaxrl_llm import api, models
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build, loop, validation
 
-_LIKELIHOOD = {"loss__name": "likelihood", "off_policy__proximal": "none"}
+_LIKELIHOOD = {
+  "method__use": ("sft",),
+  "data__group_size": 1,
+  "data__prompts_per_step": 32,
+  "loss__nll_coefficient": 0.0,
+  "value__pretrain_steps": 0,
+}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from helpers.configs import differing, load, resolved, value
 from studies import tables
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm.learner import build_algorithm
+from jaxrl_llm.learner import make_algorithm
 from jaxrl_llm.trainer.validation import validate
 
 # Each removes one part of VAPO, as in the study.
@@ -18,17 +18,17 @@ ABLATIONS = (
 )
 # A method, the method it is based on, and the settings that differ.
 RELATIVES = """\
-cispo dapo loss.name loss.clip_low schedule.dynamic_sampling \
+cispo dapo method.use loss.clip_low schedule.dynamic_sampling \
   reward.overlong_buffer
-dppo dr_grpo loss.name loss.mode off_policy.proximal
+dppo dr_grpo method.use loss.mode off_policy.proximal
 dr_grpo grpo estimator.scale loss.mode loss.kl_coefficient
-evpo vapo estimator.name
-maxrl grpo estimator.name loss.kl_coefficient loss.mode reward.incorrect
-mc_grpo grpo data.group_size estimator.center estimator.drop_pivot \
+evpo vapo method.use
+maxrl grpo method.use loss.kl_coefficient loss.mode reward.incorrect
+mc_grpo grpo data.group_size estimator.center method.use \
   estimator.epsilon optimizer.policy.epochs optimizer.policy.mini_batch
-ppo_ewma vapo off_policy.proximal
+ppo_ewma vapo method.use
 reinforce_pp_baseline reinforce_pp estimator.center
-sapo_gate grpo loss.name loss.kl_coefficient
+sapo_gate grpo method.use loss.kl_coefficient
 tppo vapo schedule.window
 vc_ppo ppo value.pretrain_steps estimator.lambda_value estimator.normalize \
   loss.clip_value
@@ -78,7 +78,7 @@ class TestAblations:
 
 
 def test_cispo_bounds_its_weight_from_above_alone():
-  loss = build_algorithm.make_algorithm(load("cispo")).policy_loss
+  loss = make_algorithm(load("cispo")).policy_loss
   old, ratio = jnp.zeros(3), jnp.array([0.01, 1.0, 100.0])
 
   def total(logprobs):

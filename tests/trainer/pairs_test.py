@@ -21,9 +21,8 @@ from helpers import configs, tiny_experts, tiny_run
 
 from jaxrl_llm import register, rewards
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import core, members
 from jaxrl_llm.learner import learner as learner_lib
-from jaxrl_llm.learner import members
-from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.rollout.worker import RolloutWorker
 from jaxrl_llm.trainer import build, loop, validation
 from jaxrl_llm.types import Origin
@@ -56,8 +55,8 @@ FEATURES = {
   },
   "mesh": tiny_run.EIGHT_DEVICES,
   "reads_logprobs": {"value.reads_logprobs": True},
-  "average": {"off_policy.proximal": "ewma"},
-  "kept_weights": {"off_policy.keep_weights": "float32"},
+  "average": {"method.use": ("ppo_ewma",)},
+  "kept_weights": {"method.use": ("kept_weights",)},
   "reward_model_start": {"value.reward_model_steps": 1},
   "frozen": {
     "optimizer.policy.frozen": ("embed",),
@@ -69,8 +68,8 @@ FEATURES = {
     "model.base_dtype": "int8",
   },
   "experts": {"model.replay_routing": True},  # Of another model.
-  "categorical": {"value.head": "categorical"},
-  "curriculum": {"data.order": "dps", "data.pool": 40},
+  "categorical": {"method.use": ("hl_gauss",)},
+  "curriculum": {"method.use": ("dps",), "data.pool": 40},
   "replay": {
     "schedule.replay": 0.5,
     "schedule.replay_keep": "all",
@@ -143,7 +142,7 @@ def _with_experts(model):
 def make_config(model, method, *features):
   """Makes a small config of a method with features switched on."""
   own, group = configs.load(method), GROUP + (method == "mc_grpo")
-  prompts = PROMPTS
+  prompts, use = PROMPTS, own.method.use
   if method == "sft":
     prompts, group = BATCH, 1
   if "experts" in features:
@@ -167,25 +166,25 @@ def make_config(model, method, *features):
   if own.reward.overlong_buffer:
     settings["reward.overlong_buffer"] = 4
   if method == "distill":
-    settings["estimator.settings"] = {"teachers": str(model)}
+    settings["method.distill.teachers"] = str(model)
   for feature in ("window", *features) if own.schedule.window else features:
     settings |= FEATURES[feature]
+    added = FEATURES[feature].get("method.use", ())
+    use += tuple(name for name in added if name not in use)
+  settings["method.use"] = use
   return tiny_run.make_config(model, method, **settings)
 
 
 def accepts(method, *features):
   """Returns whether a method's config accepts the features together."""
-  if method == "sft" and "curriculum" in features:  # It has an order.
-    return False
   config = make_config(pathlib.Path("unused"), method, *features)
-  if not has_critic(config) and not OF_CRITICS.isdisjoint(features):
-    return False
   try:
     validation.validate(config)
   except InputError as error:
     assert "\n" not in str(error)
     return False
-  return True
+  critic = core.compose(config).critic
+  return bool(critic) or OF_CRITICS.isdisjoint(features)
 
 
 class Recorder:
@@ -270,11 +269,9 @@ def check_masks(run, recorder):
     for step, responses in enumerate(recorder.batches)
     for row, number in enumerate(responses.rollout.sample_id.tolist())
   }
-  estimator = run.config.estimator
-  filtered = run.config.loss.overlong_filter or estimator.drop_pivot
-  filtered = filtered or estimator.agree_share
+  filtered = run.learner.algorithm.masks
   new = collections.Counter()
-  sft = run.config.data.order == "demonstrations"
+  sft = "sft" in run.config.method.use
   author = int(Origin.FOREIGN if sft else Origin.POLICY)
   for inputs, _, _ in recorder.losses["policy"]:
     for row, mask in enumerate(inputs["policy_mask"]):
@@ -300,12 +297,12 @@ def check_weights(run, recorder):
   for inputs, packed, size in recorder.losses["policy"]:
     mask = np.asarray(inputs["policy_mask"])
     # Partial sums, which are divided by the entire batch's size at the end.
-    parts = 1 if size is None else reduction_size(mask, algorithm.loss_mode)
+    parts = 1 if size is None else reduction_size(mask, algorithm.mode)
     ones = np.ones(mask.shape, np.float32)
     if algorithm.correction is not None:
       ones = np.asarray(algorithm.correction(inputs).weights)
     expected = parts * reference.aggregate(
-      ones, mask, algorithm.loss_mode, algorithm.loss_norm
+      ones, mask, algorithm.mode, algorithm.norm
     )
     got = np.sum(packed.inputs["weights"], dtype=np.float64)
     np.testing.assert_allclose(got, expected, rtol=1e-5)

@@ -6,7 +6,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_mesh_run, tiny_run
+from helpers import tempered, tiny_mesh_run, tiny_run
 from helpers.tiny_mesh_run import MESHES, PLAIN, recorded
 from helpers.tiny_run import with_config
 
@@ -98,11 +98,11 @@ WINDOWS = {
 }
 KINDS = {
   "windows of first groups, temperature by entropy": WINDOWS
-  | {"schedule__stop": "first_groups", "sampler__entropy_tau": 0.5},
+  | {"schedule__stop": "first_groups", "method__use": (tempered.METHOD,)},
   "drafts, reference and average": {
     "sampler__drafter": "quantized_copy",
     "loss__kl_coefficient": 0.1,
-    "off_policy__proximal": "ewma",
+    "method__use": ("ppo_ewma",),
   },
 }
 

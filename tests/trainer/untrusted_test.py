@@ -158,9 +158,9 @@ def test_files_of_other_runs(model, tmp_path):
       data__path=str(data),
       schedule__replay=0.5,
       schedule__replay_keep="all",
-      schedule__share_in=str(tmp_path / f"{name}-own"),
-      schedule__replay_from=(str(tmp_path / f"{name}-other"),),
-      loss__max_distance=5.0,
+      method__use=("sapo", "f_tis"),
+      method__sapo__share_in=str(tmp_path / f"{name}-own"),
+      method__sapo__replay_from=(str(tmp_path / f"{name}-other"),),
     )
 
   def compared(name):

@@ -1,13 +1,12 @@
 """The sampler receives the entropies of the previous batch."""
 
-import dataclasses
 from unittest import mock
 
 import numpy as np
+from helpers import tempered
 from helpers.tiny_tppo import record, with_learner
 
 from jaxrl_llm import estimators
-from jaxrl_llm.learner import choices
 
 
 class TestTempering:
@@ -19,12 +18,7 @@ class TestTempering:
       told.append(processor_states["entropy_tau"])
       return write(*arguments, **settings)
 
-    processors = choices.logits_processors(
-      {"entropy_tau": 0.5, "processors": ()}
-    )
-    algorithm = dataclasses.replace(
-      run.learner.algorithm, processors=processors
-    )
+    algorithm = tempered.tempered(run.learner.algorithm, run.config)
     with mock.patch.object(engine, "generate_window", untempered):
       chosen = with_learner(run, algorithm=algorithm)
       steps, (states, _) = record(chosen, 3)

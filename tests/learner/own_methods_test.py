@@ -1,0 +1,235 @@
+"""A user's method is one file: each trains a step through the public API."""
+
+import functools
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from helpers import doors, programs, tiny_run
+from helpers.registries import registries  # noqa: F401
+
+import jaxrl_llm
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import metrics
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Auxiliary, make_algorithm, part
+
+SURPRISE = """
+import jax.numpy as jnp
+from jaxrl_llm import register
+from jaxrl_llm.learner import Auxiliary, part
+
+
+def longest(lengths):
+  return jnp.max(lengths)
+
+
+def surprising(algorithm, s, *, coefficient=0.5):
+  loss = part(lambda logprobs: -logprobs)
+  term = Auxiliary(loss, coefficient, "policy_mask", "token-mean")
+  metrics = {"longest": part(longest)}
+  return algorithm.change(auxiliary={"surprise": term}, metrics=metrics)
+"""
+PROBE = """
+import dataclasses
+import jax.numpy as jnp
+from jaxrl_llm import register
+from jaxrl_llm.learner import MemberSpec, make_member, members, part
+from jaxrl_llm.learner import providers, scoring
+from jaxrl_llm.learner.update import Objective, Sums
+
+
+def make_probe(policy, algorithm, mesh):
+  layers = policy.fns.config.num_layers
+
+  def init(key):
+    del key
+    size = policy.fns.config.hidden_size
+    return {"probe_head": {"kernel": jnp.zeros(size)}}
+
+  def read(params, rows):
+    states = policy.fns.states(params.base, rows, layers)
+    kernel = params.trained["probe_head"]["kernel"]
+    return states.astype(jnp.float32) @ kernel
+
+  def loss(params, micro):
+    packed, inputs = micro["packed"], micro["inputs"]
+    error = read(params, packed) - inputs["ended"]
+    total = jnp.sum(inputs["weights"] * error**2)
+    return total, Sums({"probe/loss": total}, {}, {}, jnp.sum(packed.mask))
+
+  def score(params, packed):
+    return scoring.over_micro_batches(lambda rows: read(params, rows), packed)
+
+  training = members.Training(
+    Objective("probe", loss),
+    score,
+    reads=["ended"],
+    mask="policy_mask",
+    mode="token-mean",
+    reads_policy=True,
+  )
+  settings = dataclasses.replace(policy.settings, learning_rate=0.01)
+  fns = policy.fns._replace(init=init)
+  return make_member(fns, training, settings, mesh)
+
+
+def probing(algorithm, s):
+  ended = part(lambda status: (status == 0).astype(jnp.float32))
+  probed = providers.provider("probed", providers.of_member("probe"), "probe")
+  return algorithm.change(
+    inputs={"ended": ended},
+    members={"probe": MemberSpec(make_probe, ("ended",))},
+    providers=probed,
+    metrics={"probed": part(lambda probed: jnp.max(jnp.abs(probed)))},
+  )
+
+
+register.method("probing", probing)
+"""
+
+
+def write(folder, name, text):
+  """Writes a plugin; no two tests import files of one name."""
+  (folder / f"{name}.py").write_text(text)
+  return str(folder / f"{name}.py")
+
+
+def make_config(model, **changes):
+  """Makes the config of a single step without an evaluation."""
+  small = {"run__steps": 1, "eval__problems": 0, "run__samples_every": 0}
+  return doors.make_config(model, **small | changes)
+
+
+def train(config, folder, **how):
+  """Trains as a user does; returns the last row of metrics."""
+  assert jaxrl_llm.train(config, folder, **how).step == config.run.steps
+  return metrics.read_rows(folder / "metrics.jsonl")[-1]
+
+
+@pytest.mark.usefixtures("registries")
+class TestOneFile:
+  def test_a_loss_and_a_metric_with_register_method(self, model, tmp_path):
+    text = SURPRISE + 'register.method("surprising", surprising)\n'
+    config = make_config(
+      model,
+      run__plugins=(write(tmp_path, "own_surprise", text),),
+      method__use=("surprising",),
+    )
+    row = train(config, tmp_path / "run")
+    assert row["policy/surprise_loss"] > 0 and row["policy/skipped"] == 0
+    assert 0 < row["own/longest"] <= 12
+
+  def test_a_member_that_is_trained_and_read(self, model, tmp_path):
+    config = make_config(
+      model,
+      run__plugins=(write(tmp_path, "own_probe", PROBE),),
+      method__use=("probing",),
+      run__steps=2,
+    )
+    train(config, tmp_path / "run")
+    first, second = metrics.read_rows(tmp_path / "run" / "metrics.jsonl")[1:]
+    assert first["probe/loss"] > 0 and first["probe/grad_norm"] > 0
+    assert first["own/probed"] == 0 < second["own/probed"]
+
+  def test_a_function_of_the_notebook(self, model, tmp_path):
+    def bolder(algorithm, s, *, coefficient=0.5):
+      loss = part(lambda logprobs: -logprobs)
+      term = Auxiliary(loss, coefficient, "policy_mask", "token-mean")
+      return algorithm.change(auxiliary={"bolder": term})
+
+    config = make_config(model, method__use=("f_tis",))
+    row = train(config, tmp_path / "run", use=[bolder])
+    assert row["policy/bolder_loss"] > 0
+    assert config.method.use == ("f_tis",)  # The caller's is as it was.
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["method"]["use"] == ["f_tis", "bolder"]
+    # A cell that is run again, with another setting.
+    config.run.steps = 2
+    again = functools.partial(bolder, coefficient=0.25)
+    again.__name__ = "bolder"
+    assert train(config, tmp_path / "run", use=[again])["step"] == 2
+
+  def test_a_function_of_a_file_of_any_folder(
+    self, model, tmp_path, monkeypatch
+  ):
+    write(tmp_path, "own_by_name", SURPRISE)
+    monkeypatch.chdir(tmp_path)
+    use = {"method__use": ("xrpo", "own_by_name.py:surprising")}
+    row = train(make_config(model, **use), tmp_path / "run")
+    assert row["policy/surprise_loss"] > 0 and row["own/longest"] > 0
+    # It is recorded with its folder, so that any folder can resume the run.
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    use = ["xrpo", f"{tmp_path}/own_by_name.py:surprising"]
+    assert saved["method"]["use"] == use
+    monkeypatch.chdir("/")
+    config = make_config(model, method__use=tuple(use), run__steps=2)
+    assert train(config, tmp_path / "run")["policy/surprise_loss"] > 0
+
+
+@pytest.mark.slow
+def test_the_command_line_names_a_function_of_a_file(model, tmp_path):
+  write(tmp_path, "own_on_the_line", SURPRISE)
+  changes = {"run__steps": 1, "estimator__name": "group"}
+  changes |= {"value__pretrain_steps": 0}
+  _, *flags = tiny_run.flags(model, tmp_path / "run", **changes)
+  flags.append("--config.method.use=own_on_the_line.py:surprising")
+  vapo = f"--config={pathlib.Path(__file__).parents[2]}/configs/vapo.py"
+  programs.finish("scripts/train.py", vapo, *flags, cwd=tmp_path)
+  row = metrics.read_rows(tmp_path / "run" / "metrics.jsonl")[-1]
+  assert row["policy/surprise_loss"] > 0
+
+
+class TestRefusals:
+  """What a user may get wrong is one line that names it."""
+
+  def refused(self, model, said, **changes):
+    with pytest.raises(InputError, match=said) as caught:
+      make_algorithm(make_config(model, **changes))
+    assert "\n" not in str(caught.value)
+
+  def test_a_setting_that_there_is_not(self, model):
+    config = make_config(model)
+    with pytest.raises(InputError, match="config.method.hapo.tua: no such key"):
+      config_lib.update(config, {"method.hapo.tua": 0.1})
+    with config.unlocked():  # As the settings of another version.
+      config.method.hapo.tua = 0.1
+    config.method.use = ("hapo",)
+    said = "config.method.hapo: no setting 'tua'; choose from tau, sign"
+    with pytest.raises(InputError, match=said):
+      make_algorithm(config)
+
+  @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+      ("def own(algorithm, s):\n  pass", "it returned None; return an algori"),
+      ("def own(algorithm, s):\n  return algorithm.critic", "returned None"),
+      ("own = 3", "has no function 'own'"),
+      ("def other(algorithm, s):\n  return algorithm", "has no function 'own'"),
+      ("1 / 0", ", line 1: ZeroDivisionError"),
+      (
+        "def own(algorithm, s):\n  raise ValueError('use a lag')",
+        "config.method.use=.*:own.*: use a lag",
+      ),
+    ],
+  )
+  def test_a_function_that_is_no_method(self, model, tmp_path, text, said):
+    name = f"own_wrong_{np.frombuffer(text.encode(), np.uint8).sum()}"
+    file = write(tmp_path, name, text)
+    self.refused(model, said, method__use=(f"{file}:own",))
+
+  def test_a_file_that_there_is_not(self, model, tmp_path):
+    file = tmp_path / "own_nowhere.py"
+    said = f"{file}: no such file; give a Python file"
+    self.refused(model, said, method__use=(f"{file}:own",))
+
+  @pytest.mark.usefixtures("registries")
+  def test_a_function_in_place_of_a_method_of_the_package(
+    self, model, tmp_path
+  ):
+    def gspo(algorithm, s):
+      return algorithm
+
+    with pytest.raises(ValueError, match="'gspo' already exists; use another"):
+      jaxrl_llm.train(make_config(model), tmp_path / "run", use=[gspo])
