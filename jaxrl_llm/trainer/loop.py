@@ -29,28 +29,16 @@ determine everything that follows, so that a resumed run repeats the
 uninterrupted one.
 """
 
-import contextlib
-import functools
 import os
-import pathlib
-import shutil
-import time
-from collections.abc import Mapping
 from typing import Any
 
-import jax
-
-from jaxrl_llm import checkpoint, metrics, sync
+from jaxrl_llm import sync
 from jaxrl_llm.errors import InputError, TrainingStopped
-from jaxrl_llm.system import processes, signals
-from jaxrl_llm.system.processes import of_first
-from jaxrl_llm.trainer import speed, summary
-from jaxrl_llm.trainer.bounds import bounds
 from jaxrl_llm.trainer.iteration import check_sampler, iterate, sampled_with
-from jaxrl_llm.trainer.run import Run, States, restore, save
-from jaxrl_llm.trainer.value_pretraining import CHECKPOINTS
-from jaxrl_llm.trainer.workdir import Workdir
-from jaxrl_llm.workdir import ROWS, best_step, describe
+from jaxrl_llm.trainer.run import Run, States
+from jaxrl_llm.trainer.run import restore as restore
+from jaxrl_llm.trainer.run import save as save
+from jaxrl_llm.trainer.session import Session
 
 
 def train(
@@ -80,236 +68,26 @@ def train(
     InputError: The checkpoint does not fit the run, or the directory cannot be
       used; its files are unchanged.
   """
-  folder, config = Workdir(pathlib.Path(workdir)), run.config
-  begun = time.perf_counter() if begun is None else begun
-  metrics.check_trackers(config.run.trackers)
-  with (
-    contextlib.closing(run.judge),
-    contextlib.closing(run.worker),
-    signals.stop_on_signal() as stopped,
-    folder.held(),
-  ):
-    changes, found = folder.changes(config), folder.steps(step)
-    saver = checkpoint.Checkpointer(
-      folder.path / "checkpoints",
-      keep=config.checkpoint.keep,
-      keep_every=config.checkpoint.keep_every,
-      best=functools.partial(best_step, folder.path, config.checkpoint.best),
-    )
-    with contextlib.closing(saver), processes.ended_together():
-      if found and found[-1] >= config.run.steps:
-        print(
-          f"the run is at its last step {found[-1]}; raise run.steps to"
-          " continue"
-        )
-        return 0
-      return _resume_or_start(
-        run, folder, saver, found, changes, stopped, begun
-      )
-
-
-def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
-  """Trains from the newest undamaged checkpoint, or from the start."""
-  config, last = run.config, -1
-  restored, events = checkpoint.newest_undamaged(
-    found, functools.partial(restore, run, saver)
-  )
-  if restored:
-    states, weights = restored
-    last = states.step
-    facts = saver.record(last, "facts")["facts"]
-    events += folder.check_facts(last, facts, run.inputs, changes)
-  # Before the logger, which truncates rows after the checkpoint.
-  events.append(folder.set_aside(last))
-  events += folder.drop_damaged_rows()
-  if found:
-    events += folder.repair(config)
-    folder.record(last, changes)
-  elif not folder.begin(config):
-    # Left by a run with other settings.
-    shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
-  replay = run.worker.replay
-  if replay is not None and replay.feed is not None:
-    replay.feed.run = folder.run_id()
-  with _make_logger(run, folder, saver, last) as logger:
-    run.judge.tell = logger.event
-    events += [*run.notes, *(one.origin for one in run.evaluators)]
-    for line in filter(None, (*summary.describe(run), *events)):
-      logger.event(line)
-    if not found:
-      started = start(run, folder.path, logger, stopped, begun)
-      if started is None:
-        return stopped.signal
-      states, weights = started
-      timer = _timer(logger)
-      with timer.phase("checkpoint"):
-        _save(states, saver, folder, run)
-        saver.wait()
-    else:
-      # The parity error is already in the row of that step.
-      check_sampler(run, states, weights)
-      logger.event(f"resumed from step {last}")
-      for line in describe(changes):
-        logger.event(line)
-      timer = _timer(logger, spent={"start": time.perf_counter() - begun})
-    if of_first(saver.latest_step) is not None:
-      shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
-    states = _train_on(
-      run, states, weights, folder, saver, logger, stopped, timer
-    )
-    if states.step >= config.run.steps:
-      rows = of_first(metrics.read_rows, folder.path / ROWS)
-      for line in summary.reached(rows, folder.path):
-        logger.event(line)
+  with Session(run, workdir, step, begun) as session:
+    if session.is_complete:
       return 0
-    logger.event(
-      f"stopped by {signals.name(stopped.signal)} at step {states.step},"
-      " saved; rerun with the same --workdir to continue"
-    )
-    return stopped.signal
-
-
-def _make_logger(run, folder, saver, last_step) -> metrics.PhaseLogger:
-  """Returns the run's logger; only that of the first process logs metrics.
-
-  With several processes, it watches their hosts while it is open.
-  """
-  config, name, role = run.config, processes.name(), ""
-  watched = {"stuck_after_s": config.run.stuck_after_s}
-  if name:  # Hosts are compared within a role.
-    role = "learner" if processes.has_device(run.learner.mesh) else "sampler"
-    watched |= {"times": folder.new_times() / f"{name}.jsonl", "role": role}
-  if processes.is_first():
-    logger = metrics.MetricsLogger(
-      folder.path,
-      total_steps=config.run.steps,
-      last_step=last_step,
-      tracked_by=config.run.trackers,
-      settings=config.to_dict(),
-      **watched,
-    )
-  else:
-    logger = metrics.PhaseLogger(**watched)
-  if name and config.run.watch_hosts_s:
-    from jaxrl_llm import fleet  # Not needed by one process.
-
-    watch = fleet.HostWatch(
-      folder.path / "hosts",
-      name,
-      config.run.watch_hosts_s,
-      logger.event if processes.is_first() else None,
-      saver.saving,
-      role,
-      of_first(time.time) - time.time(),
-    )
-    logger.enter_context(watch.running())
-    logger.more, logger.watchdog.suspects = watch.metrics, watch.describe
-  return logger
-
-
-def _save(states, saver, folder, run) -> None:
-  save(states, saver, folder.facts(run.config, run.inputs))
-
-
-def _timer(logger, **spent) -> metrics.PhaseTimer:
-  return metrics.PhaseTimer(
-    compiles=metrics.CompileCounter(),
-    waited=processes.waited_s,
-    on_enter=logger.phase,
-    **spent,
-  )
-
-
-def _train_on(
-  run, states, weights, folder, saver, logger, stopped, timer
-) -> States:
-  """Iterates until the last step or a signal, and saves."""
-  config = run.config
-  # All rows so far, so that a resumed run gives the same warnings.
-  rows = of_first(metrics.read_rows, folder.path / ROWS)
-  rules = metrics.RULES | bounds(config, run.learner)
-  health = metrics.Health(rows, rules)
-  unjudged = functools.reduce(_unjudged_in_a_row, rows, 0)
-  try:
-    while states.step < config.run.steps and not stopped.agreed():
-      folder.check()
-      stopped.doing = f"step {states.step + 1}"
-      states, weights, row = _step(
-        run, states, weights, saver, logger, timer, health
+    session.open()
+    restored = session.restored or start(run, session)
+    if restored is None:
+      return session.stopped.signal
+    session.begin(restored[0])
+    states, weights = restored
+    del restored  # The first step donates its arrays.
+    while session.goes_on(states):
+      states, weights, row = iterate(
+        run, states, weights, session.timer, session.logger
       )
-      if "host/suspect" in row and config.run.on_suspect == "stop":
-        stopped.signal = stopped.signal or signals.SUSPECT
-      best, step = config.checkpoint.best, states.step
-      if step % config.checkpoint.every == 0 or (
-        best in row and of_first(best_step, folder.path, best) == step
-      ):
-        with timer.phase("checkpoint"):
-          _save(states, saver, folder, run)
-      unjudged = _unjudged_in_a_row(unjudged, row)
-      if unjudged >= config.run.max_skipped:
-        break
-  except (TrainingStopped, sync.SyncError):
-    raise
-  except (Exception, SystemExit):  # Such as of a user's loss.
-    # Several processes do not fail together, and cannot save together. Arrays
-    # of a step that failed half-way cannot be saved either.
-    if jax.process_count() == 1:
-      with contextlib.suppress(Exception):
-        _save_last(states, folder, saver, run, timer)
-        logger.event(f"an error; step {saver.latest_step()} is saved")
-    raise
-  _save_last(states, folder, saver, run, timer)
-  if of_first(saver.latest_step) != states.step:
-    errors = of_first(saver.new_errors)
-    raise TrainingStopped(f"{errors[-1]}; resume with the same --workdir")
-  if unjudged >= config.run.max_skipped:
-    raise TrainingStopped(
-      f"the reward failed on all responses of {unjudged} batches in a row, up"
-      f" to step {states.step}, which was saved: {run.judge.failure}; fix the"
-      " reward and resume with the same --workdir"
-    )
-  return states
-
-
-def _step(run, states, weights, saver, logger, timer, health) -> tuple:
-  """Makes a step, and logs its row and warnings about it."""
-  states, weights, row = iterate(run, states, weights, timer, logger)
-  step = states.step
-  if step % run.config.eval.every == 0 or step == run.config.run.steps:
-    with timer.phase("evaluate"):
-      row |= evaluate(run, states, weights, logger)
-  row |= timer.collect()
-  for line in saver.new_errors():
-    logger.event(line)
-  row |= speed.speed(run.learner, row) | {
-    "memory/peak_gib": metrics.peak_memory_gib(),
-    "checkpoint/failures": saver.failures,
-  }
-  row |= logger.more()
-  holds, warnings = health.check(step, row)
-  row |= holds
-  # Log first: a checkpoint guarantees that its row is on disk. The time of a
-  # save is therefore in the next row.
-  logger.log(step, row)
-  for warning in warnings:
-    logger.event(warning)
-  return states, weights, row
-
-
-def _save_last(states, folder, saver, run, timer) -> None:
-  """Saves the states, unless the last checkpoint has them."""
-  with timer.phase("checkpoint"):
-    saver.wait()
-    if of_first(saver.latest_step) != states.step:
-      _save(states, saver, folder, run)
-      saver.wait()
-
-
-def _unjudged_in_a_row(before: int, row: Mapping[str, float]) -> int:
-  """Counts consecutive batches without any verdict, including this row."""
-  if "reward/errors" not in row:  # No response has ended.
-    return before
-  return 0 if "reward/mean" in row else before + 1
+      if session.evaluates(states.step):
+        with session.timer.phase("evaluate"):
+          row |= evaluate(run, states, weights, session.logger)
+      session.log(states, row)
+      session.save_if_due(states, row)
+    return session.finish(states)
 
 
 def begin(run: Run) -> tuple[States, sync.VersionedWeights]:
@@ -320,16 +98,13 @@ def begin(run: Run) -> tuple[States, sync.VersionedWeights]:
 
 
 def start(
-  run: Run,
-  workdir: pathlib.Path,
-  logger: Any,
-  stopped: signals.Stopped,
-  begun: float,
+  run: Run, session: Session
 ) -> tuple[States, sync.VersionedWeights] | None:
-  """Starts a run: pretrains the critic and logs the first row.
+  """Starts a run: pretrains the critic, and logs the first row.
 
   Returns None if a signal ended the pretraining.
   """
+  logger = session.logger
   states, weights = begin(run)
   if run.config.value.init_from and run.learner.critic is not None:
     logger.event(f"the critic starts from {run.config.value.init_from}")
@@ -338,13 +113,12 @@ def start(
     check_sampler(run, states, weights)
     given = sampled_with(run, states, weights)
     learner = run.pretraining.run(
-      states.learner, given, workdir, logger, stopped
+      states.learner, given, session.folder.path, logger, session.stopped
     )
     if learner is None:
       return None
     states = states._replace(learner=learner)
-  spent = {"start": time.perf_counter() - begun}
-  timer = metrics.PhaseTimer(on_enter=logger.phase, spent=spent)
+  timer = session.timer_of_the_start()
   row = check_sampler(run, states, weights)
   with timer.phase("evaluate"):
     row |= evaluate(run, states, weights, logger)
