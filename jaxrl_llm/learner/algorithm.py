@@ -124,6 +124,7 @@ class Algorithm:
     replay: makes the replay store; None is `data.replay.Replay`.
     feed: makes the exchange of responses with other policies.
     pruning: drops unfinished responses.
+    stages: functions of a batch of complete groups, see `RolloutWorker`.
     checks: functions that refuse a complete algorithm by an InputError.
   """
 
@@ -157,13 +158,14 @@ class Algorithm:
   replay: Callable[..., Any] | None = None
   feed: Callable[[], Any] | None = None
   pruning: Pruning | None = None
+  stages: tuple[Callable[..., Any], ...] = ()
   checks: tuple[Callable[["Algorithm"], None], ...] = ()
 
   def change(self, **fields: Any) -> "Algorithm":
     """Returns the algorithm with other fields.
 
-    Masks, checks and entries of mappings are added; an entry replaces that of
-    its name. All other fields are replaced.
+    Masks, stages, checks and entries of mappings are added; an entry replaces
+    that of its name. All other fields are replaced.
 
     Raises:
       InputError: there is a model or a logits processor of the name already.
@@ -279,7 +281,8 @@ ALWAYS = {
 # names of other models and losses, which they cannot have.
 _UNIQUE = {"members", "companions", "frozen", "processors"}
 _ADDED = _UNIQUE | {
-  *("inputs", "providers", "masks", "auxiliary", "metrics", "checks"),
+  *("inputs", "providers", "masks", "auxiliary", "metrics"),
+  *("stages", "checks"),
 }
 _MODELS, _OF_MODELS = ("policy", "critic"), {"balance"}
 # Inputs computed within an update, from the current model and packed rows.

@@ -12,7 +12,7 @@ changing the tokens.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -68,6 +68,9 @@ class RolloutWorker:
     settings: the schedule.
     group_reward: replaces the verdicts of each group.
     replay: adds earlier groups to each batch.
+    stages: functions (collection, batch) -> batch of complete groups, in order.
+      A response is left out by its verdict, `judged`, and added ones have
+      negative sample ids.
   """
 
   writer: ResponseWriter
@@ -75,6 +78,7 @@ class RolloutWorker:
   settings: RolloutSettings
   group_reward: GroupReward | None = None
   replay: Replay | None = None
+  stages: Sequence[Callable[["Collection", Responses], Responses]] = ()
 
   def init(self) -> RolloutState:
     """Returns the state before the first batch."""
@@ -115,7 +119,7 @@ class RolloutWorker:
       InputError: A registered rule or engine ended a call too early.
     """
     before = self.writer.engine.stats
-    new = _Collection(self, state, source_state, weights, timer)
+    new = Collection(self, state, source_state, weights, timer)
     if arrived is not None:
       batch = new.streamed(arrived)
     else:
@@ -142,7 +146,7 @@ class RolloutWorker:
     return Collected(batch, state, source_state, new.judged)
 
   def _check_each_once(
-    self, before: RolloutState, new: "_Collection", batch: Responses
+    self, before: RolloutState, new: "Collection", batch: Responses
   ) -> None:
     """Checks that each response is handed over or kept, exactly once.
 
@@ -180,7 +184,7 @@ class RolloutWorker:
 
 
 @dataclasses.dataclass
-class _Collection:
+class Collection:
   """A batch being collected; `groups`, `streamed` and `windows` return it.
 
   Attributes:
@@ -202,15 +206,38 @@ class _Collection:
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def groups(self) -> Responses:
-    """Collects complete groups, oldest first."""
+    """Collects complete groups: rounds of new ones, and then the stages."""
     settings, replay = self.worker.settings, self.worker.replay
-    kept: list[Responses] = []
-    judged = passed = fewer = 0
     replayed, number = None, self.state.samples
     if replay is not None:
       self.state = self.state.replace(replay=self._fed())
       replayed = replay.draw(self.state.replay, number)
-      fewer = replay.groups if replayed else 0
+    batch, surplus = self._rounds(replay.groups if replayed else 0)
+    batch = self._look_again(batch)
+    if settings.stop != "all":
+      # Surplus groups are kept for the next batch; staleness is allowed here.
+      self._keep(surplus.rollout, self.state.store)
+      self.metrics |= partial_metrics(
+        batch.rollout, self.state.store, self.weights.version
+      )
+    if replay is not None:
+      batch = self._replay(batch, replayed, number)
+    for stage in self.worker.stages:
+      batch = stage(self, batch)
+    return batch
+
+  def _rounds(self, fewer: int) -> tuple[Responses, Responses]:
+    """Begins, writes, judges and selects groups until there are enough.
+
+    Args:
+      fewer: groups of the batch that come from elsewhere.
+
+    Returns:
+      The oldest groups, and the surplus.
+    """
+    settings = self.worker.settings
+    kept: list[Responses] = []
+    judged = passed = 0
     groups = settings.groups - fewer
     while (missing := groups - passed) > 0:
       if len(kept) == settings.max_rounds:
@@ -229,33 +256,24 @@ class _Collection:
       kept.append(responses)
       passed += count_groups(responses.rollout)
     batch = join_rows(kept, copy=False)
-    surplus = batch.rollout.group >= groups
     if settings.dynamic_sampling:
       self.metrics["rollout/rounds"] = float(len(kept))
       self.metrics["rollout/mixed_fraction"] = passed / judged
-    rest, batch = take_rows(batch, surplus), take_rows(batch, ~surplus)
-    if (more := self._second_look()) is not None:
-      batch = join_rows([batch, more])
-      own = more.rollout.origin == Origin.POLICY
-      tokens = (more.rollout.mask & own).sum()
-      self.metrics["rollout/again"] = float(len(more.rewards))
-      self.metrics["rollout/again_tokens"] = float(tokens)
-    if settings.stop != "all":
-      # Surplus groups are kept for the next batch; staleness is allowed here.
-      self._keep(rest.rollout, self.state.store)
-      self.metrics |= partial_metrics(
-        batch.rollout, self.state.store, self.weights.version
-      )
-    if replay is not None:
-      store = self.state.replay
-      replayed = replayed or replay.complete(store, batch)
-      self.state = self.state.replace(replay=replay.add(store, batch))
-      batch = join_rows([batch, replayed])
-      count = count_groups(replayed and replayed.rollout)
-      self.metrics["rollout/replayed"] = float(count)
-      if replay.feed is not None:
-        replay.feed.write(number, self.judged)
-    return batch
+    surplus = batch.rollout.group >= groups
+    return take_rows(batch, ~surplus), take_rows(batch, surplus)
+
+  def _replay(
+    self, batch: Responses, replayed: Responses | None, number: int
+  ) -> Responses:
+    """Adds stored responses to a batch, and the batch to the store."""
+    replay, store = self.worker.replay, self.state.replay
+    replayed = replayed or replay.complete(store, batch)
+    self.state = self.state.replace(replay=replay.add(store, batch))
+    count = count_groups(replayed and replayed.rollout)
+    self.metrics["rollout/replayed"] = float(count)
+    if replay.feed is not None:
+      replay.feed.write(number, self.judged)
+    return join_rows([batch, replayed])
 
   def streamed(self, arrived: Arrived) -> Responses:
     """Collects groups, and hands over each as soon as it is complete."""
@@ -430,23 +448,28 @@ class _Collection:
       parts.append(self.judged[-1].responses)
     return join_rows(parts, copy=False)
 
-  def _second_look(self) -> Responses | None:
-    """Samples and judges prompts that the source draws for a judged batch."""
+  def _look_again(self, batch: Responses) -> Responses:
+    """Adds responses to prompts that the source draws for a judged batch."""
     if not self.judged:
-      return None
+      return batch
     with self.timer.phase("data"):
       prompts, self.source_state = self.worker.source.again(
         self.source_state, join_judged(self.judged)
       )
     if not prompts:
-      return None
+      return batch
     rows = self._new_responses(prompts)
     with self.timer.phase("generate"):
       rows = self._write(rows)
     # Not looked up: these prompts may differ from those of the data.
     sizes = self.worker.writer.sizes(prompts)
     every = [p for p, size in zip(prompts, sizes) for _ in range(size)]
-    return self._judged_rows(rows, every)
+    more = self._judged_rows(rows, every)
+    own = more.rollout.origin == Origin.POLICY
+    self.metrics["rollout/again"] = float(len(more.rewards))
+    tokens = (more.rollout.mask & own).sum()
+    self.metrics["rollout/again_tokens"] = float(tokens)
+    return join_rows([batch, more])
 
   def _judge(
     self, rollout: Rollout, prompts: Sequence[Prompt] | None = None

@@ -383,7 +383,9 @@ def make_worker(
       feed=algorithm.feed and algorithm.feed(),
     )
   group_reward = _make_group_reward(config, judge, algorithm)
-  return RolloutWorker(writer, source, settings, group_reward, replay)
+  return RolloutWorker(
+    writer, source, settings, group_reward, replay, algorithm.stages
+  )
 
 
 def _make_pretraining(config, worker, learner) -> ValuePretraining | None:

@@ -77,12 +77,16 @@ def orders(config: Any, algorithm: Algorithm) -> Rules:
   """Checks prompt sources with further draws per batch."""
   make = algorithm.prompts or PROMPT_SOURCES[config.data.order]
   make = getattr(make, "func", make)  # The class in a functools.partial.
-  if getattr(make, "again", PromptSource.again) is PromptSource.again:
-    return []
+  again = getattr(make, "again", PromptSource.again) is not PromptSource.again
   key = "method.use" if algorithm.prompts else "data.order"
-  return _excluded(config, key, _WHOLE_BATCH,
-    "this prompt source draws again once a complete batch has been judged; use"
-    " {key}={value!r}")
+  return [
+    *(_excluded(config, key, _WHOLE_BATCH,
+      "this prompt source draws again once a complete batch has been judged;"
+      " use {key}={value!r}") if again else ()),
+    *(_excluded(config, "method.use", _WHOLE_BATCH[1:],
+      "a stage changes complete batches; use {key}={value!r}")
+      if algorithm.stages else ()),
+  ]
 
 
 def exclusions(config: Any, algorithm: Algorithm) -> Rules:
