@@ -267,7 +267,7 @@ def load_critic(
     raise InputError(f"{workdir}: has no critic; give a run with one")
   critic = core.compose(config).critic
   cannot = {
-    "is several models": critic.ensemble,
+    "is several models": critic.wrap_fns,
     "has value.reads_logprobs": config.value.reads_logprobs,
   }
   for what, has in cannot.items():

@@ -7,7 +7,6 @@ trains, and a `Learner` updates them; its state is a value.
 from jaxrl_llm.learner.algorithm import (
   Algorithm as Algorithm,
   Critic as Critic,
-  Ensemble as Ensemble,
   MemberSpec as MemberSpec,
   ProcessorSpec as ProcessorSpec,
   Settings as Settings,

@@ -48,13 +48,6 @@ class MemberSpec(NamedTuple):
   reads: tuple[str, ...]  # Inputs that it is trained on.
 
 
-class Ensemble(NamedTuple):
-  """A critic made of several models."""
-
-  fns: Callable[[ValueFns], ValueFns]  # (one critic) -> the ensemble.
-  loss: Callable[[Part], Part]  # (loss of one critic) -> loss of the ensemble.
-
-
 class View(NamedTuple):
   """Different samples for the critic than for the policy."""
 
@@ -73,7 +66,8 @@ class Critic:
       current critic's head, such as `values`.
     mask: bool [B, T], tokens that the critic is trained on.
     head: output head of the model.
-    ensemble: makes several critics of one.
+    wrap_fns: makes several critics of one.
+    wrap_loss: makes their loss of that of one.
     view: samples as the critic reads them.
   """
 
@@ -81,8 +75,12 @@ class Critic:
   loss: Part
   mask: Part = part(estimates.value_mask)
   head: ValueHead = ValueHead()
-  ensemble: Ensemble | None = None
+  wrap_fns: Callable[[ValueFns], ValueFns] | None = None
+  wrap_loss: Callable[[Part], Part] = lambda loss: loss
   view: View | None = None
+
+
+_no = functools.partial(dataclasses.field, default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,27 +131,23 @@ class Algorithm:
   providers: Mapping[str, Provider]
   critic: Critic | None = None
   proximal: str = "old_logprobs"
-  inputs: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+  inputs: Mapping[str, Part] = _no()
   masks: tuple[Part, ...] = ()
   after: tuple[Part, ...] = ()
-  auxiliary: Mapping[str, Auxiliary] = dataclasses.field(default_factory=dict)
-  corrections: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+  auxiliary: Mapping[str, Auxiliary] = _no()
+  corrections: Mapping[str, Part] = _no()
   step_scale: Part | None = None
   mode: str = "token-mean"
   norm: float | None = None
-  metrics: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+  metrics: Mapping[str, Part] = _no()
   lowest_reward: float = -math.inf
   whole_batch: bool = False
-  processors: Mapping[str, ProcessorSpec] = dataclasses.field(
-    default_factory=dict
-  )
-  members: Mapping[str, MemberSpec] = dataclasses.field(default_factory=dict)
-  companions: Mapping[str, Callable[..., Any]] = dataclasses.field(
-    default_factory=dict
-  )
-  frozen: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  processors: Mapping[str, ProcessorSpec] = _no()
+  members: Mapping[str, MemberSpec] = _no()
+  companions: Mapping[str, Callable[..., Any]] = _no()
+  frozen: Mapping[str, str] = _no()
   prompts: Callable[..., Any] | None = None
-  prompt_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  prompt_settings: Mapping[str, Any] = _no()
   group_reward: Callable[..., Any] | None = None
   replay: Callable[..., Any] | None = None
   feed: Callable[[], Any] | None = None
@@ -208,11 +202,9 @@ class Algorithm:
 
   @property
   def value_loss(self) -> Part | None:
-    """The loss of the critic, or of its ensemble; None without a critic."""
-    if self.critic is None:
-      return None
-    ensemble = self.critic.ensemble
-    return ensemble.loss(self.critic.loss) if ensemble else self.critic.loss
+    """The loss of the critic, or of several; None without a critic."""
+    critic = self.critic
+    return None if critic is None else critic.wrap_loss(critic.loss)
 
   @property
   def correction(self) -> Part | None:

@@ -37,7 +37,7 @@ class Sums(NamedTuple):
   per_token: Metrics  # Divided by `tokens` when they are logged.
   maxima: Metrics
   tokens: jax.Array
-  of_each: jax.Array | None = None  # Tokens of each critic of an ensemble.
+  of_each: jax.Array | None = None  # Tokens of each of several critics.
   gradients: Any = None
   squares: Any = None  # Σ |g_i|² / t_i over the micro-batches, see `_noise`.
   micro_batches: Any = None  # Those with tokens.

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.errors import InputError, check_number
-from jaxrl_llm.learner import Algorithm, Ensemble, Part, Settings, part
+from jaxrl_llm.learner import Algorithm, Part, Settings, part
 from jaxrl_llm.learner.algorithm import OF_THE_UPDATE
 from jaxrl_llm.models import PackedRows, Params, ValueFns
 
@@ -122,7 +122,7 @@ def asyppo(
     )
   mask = part(without_agreement, {"agree_share": agree_share})
   return algorithm.change(
-    critic=dataclasses.replace(critic, ensemble=Ensemble(make, on_own_half)),
+    critic=dataclasses.replace(critic, wrap_fns=make, wrap_loss=on_own_half),
     inputs={"second_half": part(second_half)},
     providers={"disagreement": algorithm.providers["values"]},
     masks=(mask,) if agree_share else (),

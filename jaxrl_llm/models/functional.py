@@ -91,7 +91,7 @@ class ValueFns(NamedTuple):
   # See `ModelFns`.
   shares_prompts: bool
   head: heads.ValueHead
-  count: int = 1  # Number of critics in an ensemble.
+  count: int = 1  # Number of critics.
   # Input [B] with the index of the critic that a response trains, if several.
   owner: str = ""
   load: Callable[..., Any] | None = None  # See `ModelFns`; of each critic.

@@ -211,8 +211,8 @@ def make_fns(
     head=critic.head if critic else models.SCALAR,
     **_trainer_settings(config, value_config, both),
   )
-  if critic and critic.ensemble:
-    value = critic.ensemble.fns(value)
+  if critic and critic.wrap_fns:
+    value = critic.wrap_fns(value)
   return policy, value
 
 
