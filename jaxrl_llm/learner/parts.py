@@ -23,6 +23,7 @@ class Part(NamedTuple):
   fn: Callable[..., Any]
   reads: tuple[str, ...]
   settings: frozenset[str] = frozenset()  # Names of the settings that it uses.
+  of: Callable[..., Any] | None = None  # The function without its settings.
 
   def __call__(self, inputs: Mapping[str, jax.Array]) -> Any:
     return self.fn(*(inputs[name] for name in self.reads))
@@ -68,7 +69,7 @@ def part(
         " config.estimator.settings or config.loss.settings"
       )
   used = frozenset({*chosen, *getattr(fn, "keywords", ())})
-  arguments = {name: name for name in positional} | inputs
+  arguments, of = {name: name for name in positional} | inputs, fn
   if chosen:
     fn = functools.partial(fn, **chosen)
 
@@ -79,7 +80,7 @@ def part(
   own = [*inspect.signature(fn, follow_wrapped=False).parameters]
   direct = [*arguments] == positional == own[: len(positional)]
   call = fn if direct else by_keyword
-  return Part(call, tuple(arguments.values()), used)
+  return Part(call, tuple(arguments.values()), used, of)
 
 
 def then(first: Part, second: Part) -> Part:

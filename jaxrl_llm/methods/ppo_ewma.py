@@ -79,8 +79,8 @@ def ppo_ewma(
     )
 
   def check(final: Algorithm) -> None:
-    fn = getattr(final.policy_loss.fn, "func", final.policy_loss.fn)
-    if fn not in (losses.clipped_policy_loss, losses.cispo_loss):
+    per_token = losses.clipped_policy_loss, losses.cispo_loss
+    if final.policy_loss.of not in per_token:
       raise InputError(
         "'ppo_ewma' needs a ratio per token; use loss.name='clip' or the method"
         " 'cispo'"
