@@ -101,6 +101,13 @@ def test_a_window_is_refused(model):
     build.make_run(config)
 
 
+def test_one_that_a_method_replaces_is_refused(model):
+  register.group_reward("picky", lambda texts, verdicts: verdicts)
+  config = doors.make_config(model, reward__group="picky", **LABELS)
+  with pytest.raises(InputError, match="'picky': a method replaces it; leave"):
+    build.make_run(config)
+
+
 def test_one_that_fails_leaves_its_group_unjudged(model, tmp_path):
   seen = []
 

@@ -45,6 +45,33 @@ def test_of_others_are_refused(model, settings, why):
     make_run(model, settings)
 
 
+def test_of_a_method_are_refused_in_its_name(model):
+  def own(algorithm, s):
+    return algorithm.change(prompts=Budgets, prompt_settings={"mots": 8})
+
+  register.method("own", own)
+  said = "config.method.use=.'own',. .*'mots'.; correct the arguments of its"
+  with pytest.raises(InputError, match=said):
+    build.make_run(doors.make_config(model, method__use=("own",)))
+
+
+@pytest.mark.parametrize(
+  ("settings", "changes", "key"),
+  [
+    ({}, {"method__use": ("dps",)}, "data.order"),
+    (
+      {"explore": 0.5},
+      {"method__use": ("dps",), "data__order": "shuffled"},
+      "data.order_settings",
+    ),
+  ],
+)
+def test_that_a_method_replaces_are_refused(model, settings, changes, key):
+  said = rf"with config.{key}=.*: a method replaces it; leave {key} out"
+  with pytest.raises(InputError, match=said):
+    make_run(model, settings, **changes)
+
+
 def test_the_order_of_the_package_has_none(model):
   with pytest.raises(InputError, match="'most'.*the settings of 'shuffled'"):
     make_run(model, {"most": 8}, data__order="shuffled")

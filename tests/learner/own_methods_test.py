@@ -171,14 +171,21 @@ class TestOneFile:
 @pytest.mark.slow
 def test_the_command_line_names_a_function_of_a_file(model, tmp_path):
   write(tmp_path, "own_on_the_line", SURPRISE)
+  write(tmp_path, "own_plugin", PROBE)
   changes = {"run__steps": 1, "estimator__name": "group"}
-  changes |= {"value__pretrain_steps": 0}
+  changes |= {"value__pretrain_steps": 0, "loss__nll_coefficient": 0.0}
   _, *flags = tiny_run.flags(model, tmp_path / "run", **changes)
-  flags.append("--config.method.use=own_on_the_line.py:surprising")
+  flags.append("--config.method.use=own_on_the_line.py:surprising,probing")
   vapo = f"--config={pathlib.Path(__file__).parents[2]}/configs/vapo.py"
-  programs.finish("scripts/train.py", vapo, *flags, cwd=tmp_path)
+  flags = [vapo, *flags, "--plugin=own_plugin.py"]
+  programs.finish("scripts/train.py", *flags, cwd=tmp_path)
   row = metrics.read_rows(tmp_path / "run" / "metrics.jsonl")[-1]
-  assert row["policy/surprise_loss"] > 0
+  assert row["policy/surprise_loss"] > 0 and row["probe/loss"] > 0
+  # An evaluation runs the same code, if the user trusts it.
+  evaluate = ["scripts/evaluate.py", f"--checkpoint={tmp_path / 'run'}"]
+  _, said = programs.finish(*evaluate, code=2)
+  assert "own_plugin.py" in said and "own_on_the_line.py" in said
+  programs.finish(*evaluate, "--trust_code")
 
 
 class TestRefusals:
