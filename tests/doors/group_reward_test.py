@@ -56,9 +56,8 @@ def test_labels_train_and_never_evaluate(model, tmp_path, streaming):
     schedule__streaming=streaming,
     optimizer__policy__mini_batch=16,
   )
-  logger, plain = mock.Mock(), build.make_run(doors.make_config(model))
-  loop.start(plain, tmp_path, logger, None, 0.0)
-  _, first = logger.log.call_args.args
+  plain = build.make_run(doors.make_config(model))
+  first = loop.evaluate(plain, *loop.begin(plain), mock.Mock())
   for row in rows[1:]:
     # Random digits are rarely correct, but one answer is its group's label.
     assert row["reward/true"] < row["reward/accuracy"]

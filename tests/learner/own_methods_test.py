@@ -175,7 +175,8 @@ def test_the_command_line_names_a_function_of_a_file(model, tmp_path):
   changes = {"run__steps": 1, "estimator__name": "group"}
   changes |= {"value__pretrain_steps": 0, "loss__nll_coefficient": 0.0}
   _, *flags = tiny_run.flags(model, tmp_path / "run", **changes)
-  flags.append("--config.method.use=own_on_the_line.py:surprising,probing")
+  use = ("own_on_the_line.py:surprising", "probing")
+  flags.append(f"--config.method.use={use}")
   vapo = f"--config={pathlib.Path(__file__).parents[2]}/configs/vapo.py"
   flags = [vapo, *flags, "--plugin=own_plugin.py"]
   programs.finish("scripts/train.py", *flags, cwd=tmp_path)
