@@ -446,8 +446,9 @@ def train(
   if use:
     config = copy.deepcopy(config)
   for method in use:
-    register.method(method.__name__, method)
-    config.method.use += (method.__name__,)
+    name = getattr(method, "func", method).__name__  # Of a functools.partial.
+    register.method(name, method)
+    config.method.use += (name,)
   number = loop.train(build.make_run(config), folder, step=step)
   if number:
     raise KeyboardInterrupt(f"{signals.name(number)}, saved in {folder}")

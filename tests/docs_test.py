@@ -5,11 +5,14 @@ import re
 
 import layering_test
 import pytest
+import shape
 import study
-from helpers import programs
+from helpers import programs, registries, tiny_run
 from studies import tables
 
 from jaxrl_llm import config as config_lib
+from jaxrl_llm import register
+from jaxrl_llm.learner import core
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PAGES = [
@@ -50,6 +53,27 @@ def test_the_site_has_every_page_and_no_broken_link(tmp_path):
   assert (
     "trains reasoning language models" in index and 'href="guide.html"' in index
   )
+
+
+def test_the_tour_is_short_and_true():
+  text = (_ROOT / "docs" / "tour.md").read_text("utf-8")
+  files = re.findall(r"^(\d+)\. \[`([\w/.]+)`\]", text, re.M)
+  assert [int(number) for number, _ in files] == [*range(1, 19)]
+  read = [(_ROOT / file).read_text("utf-8") for _, file in files]
+  assert sum(map(shape.code_lines, read)) <= 2700
+
+
+def test_the_method_of_the_page_on_methods_works():
+  text = (_ROOT / "docs" / "your_method.md").read_text("utf-8")
+  made = {}
+  exec(text.split("```python\n")[1].split("```")[0], made)
+  with registries.registered():
+    register.method("mine", made["wrong_entropy"])
+    changes = {"method.use": ("mine",), "estimator.name": "group"}
+    algorithm = core.make_algorithm(tiny_run.make_config("none", **changes))
+  assert algorithm.auxiliary["wrong_entropy"].coefficient == 0.01
+  assert {"correct", "judged"} <= algorithm.leaves
+  assert algorithm.metrics.keys() == {"wrong"}
 
 
 @pytest.mark.parametrize("path", _PAGES)
