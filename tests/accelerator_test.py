@@ -13,7 +13,7 @@ from helpers import programs
 
 from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.shapes import MODELS
+from jaxrl_llm.simulate.models import MODELS
 
 
 def collect(parts):

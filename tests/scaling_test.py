@@ -15,8 +15,8 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sharding, simulate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.chips import CHIPS, Chip
-from jaxrl_llm.models.shapes import MODELS
 from jaxrl_llm.simulate import account, cost, hlo, mesh_search
+from jaxrl_llm.simulate.models import MODELS
 from jaxrl_llm.trainer import validation
 
 MESH = {"data": 1, "fsdp": 4, "tensor": 2}

@@ -1,53 +1,8 @@
-"""Shapes of published models, and the parameters used per token."""
-
-import dataclasses
+"""Parameters used per token."""
 
 from jaxrl_llm.models import experts
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.transformer import num_params
-
-
-def _qwen(
-  width, mlp, layers, heads, kv_heads, vocabulary=151_936, tied=False, head=128
-):
-  return ModelConfig(
-    family="qwen2",
-    vocab_size=vocabulary,
-    hidden_size=width,
-    intermediate_size=mlp,
-    num_layers=layers,
-    num_heads=heads,
-    num_kv_heads=kv_heads,
-    head_dim=head,
-    max_position_embeddings=32_768,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    attention_bias=True,
-    tie_word_embeddings=tied,
-  )
-
-
-# Models by the name of the preset that trains them.
-MODELS = {
-  "qwen2.5-1.5b": _qwen(1536, 8960, 28, 12, 2, tied=True),
-  "qwen2.5-7b": _qwen(3584, 18_944, 28, 28, 4, vocabulary=152_064),
-  "qwen2.5-32b": _qwen(5120, 27_648, 64, 40, 8, vocabulary=152_064),
-  "one-gpu-0.5b": _qwen(896, 4864, 24, 14, 2, tied=True, head=64),
-  "qwen3-30b-a3b": dataclasses.replace(
-    _qwen(2048, 6144, 48, 32, 4),
-    family="qwen3_moe",
-    attention_bias=False,
-    max_position_embeddings=40_960,
-    extra=(
-      ("num_experts", 128),
-      ("num_experts_per_tok", 8),
-      ("moe_intermediate_size", 768),
-      ("router_aux_loss_coef", 0.001),
-    ),
-  ),
-}
-MODELS["one-gpu-1.5b"] = MODELS["qwen2.5-1.5b"]
-MODELS["qwen2.5-7b-lora"] = MODELS["qwen2.5-7b"]
 
 
 def multiplied_params(config: ModelConfig) -> int:
