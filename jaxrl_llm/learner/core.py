@@ -251,6 +251,8 @@ def make_algorithm(s: Settings) -> Algorithm:
 
 def compose(s: Settings) -> Algorithm:
   """Returns the algorithm of the settings before the checks of user's parts."""
+  if len({*s.method.use}) < len(s.method.use):
+    raise InputError(f"config.method.use={s.method.use!r}: give a method once")
   algorithm = base = ESTIMATORS[s.estimator.name](s)
   for name in s.method.use:
     algorithm = apply(name, algorithm, s)

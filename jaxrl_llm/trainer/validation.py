@@ -4,12 +4,14 @@ Each error is one line with the settings, their values and the allowed ones.
 """
 
 import contextlib
+import difflib
 from typing import Any
 
 import jax
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.config import moved, zoo
+from jaxrl_llm.config.schema import Range
 from jaxrl_llm.errors import InputError, as_input_error, refuse
 from jaxrl_llm.learner import core
 from jaxrl_llm.trainer import constraints
@@ -33,8 +35,7 @@ def validate(config: Any) -> None:
     for one in value if isinstance(value, tuple) else (value,):
       if one not in key.allowed:
         raise InputError(
-          f"config.{path}={value!r} must be {key.allowed}"
-          f"{moved.of_value(one, zoo.names())}"
+          f"config.{path}={value!r} must be {key.allowed}{_meant(key, one)}"
         )
   if jax.config.jax_enable_x64:
     raise InputError(
@@ -45,27 +46,45 @@ def validate(config: Any) -> None:
     refuse(config, wrong, keys, advice)
 
 
-def check_effect(config: Any) -> None:
-  """Checks that a new run of a method without a critic sets none up.
+def _meant(key: Any, value: Any) -> str:
+  """Returns a hint at what a value that is not allowed was meant to be."""
+  if isinstance(key.default, tuple) and "," in str(value):
+    return "; several are written ('a', 'b')"
+  if moved_to := moved.of_value(value, zoo.names()):
+    return moved_to
+  names = [] if isinstance(key.allowed, Range) else map(str, key.allowed)
+  near = difflib.get_close_matches(str(value), names, 1)
+  return f"; did you mean {near[0]!r}?" if near else ""
 
-  Presets set up the critic for all methods, and earlier versions accepted such
-  settings, so a resumed run may have them.
+
+def check_effect(config: Any) -> None:
+  """Checks that something reads the settings of methods and of a critic.
+
+  For new runs: presets set up the critic for all methods, and earlier versions
+  accepted such settings, so a resumed run may have them.
 
   Raises:
-    InputError: A setting of the critic is neither the default nor the method's.
+    InputError: An unread setting is neither the default nor the method's.
   """
   name, _, preset = config.run.method.partition(":")
-  if name not in config_lib.methods() or core.compose(config).critic:
+  if name not in config_lib.methods():
     return
-  usual = config_lib.based_on(name, preset)
-  if core.compose(usual).critic:  # Variants of a study may share settings.
-    return
-  for key in filter(lambda key: key.startswith("value."), config_lib.KEYS):
+  usual, unread = config_lib.based_on(name, preset), {}
+  # Variants of a study may share settings of a critic.
+  critic = core.compose(config).critic or core.compose(usual).critic
+  for key in config_lib.KEYS:
+    group, _, rest = key.partition(".")
+    method = rest.rpartition(".")[0]
+    if group == "value" and not critic:
+      unread[key] = f"{name} has no critic that would read it"
+    elif group == "method" and method and method not in config.method.use:
+      unread[key] = f"config.method.use has no {method!r} that would read it"
+  for key, why in unread.items():
     value = config_lib.get(config, key)
     if value not in (config_lib.KEYS[key].default, config_lib.get(usual, key)):
       raise InputError(
-        f"config.{key}={value!r}: {name} has no critic that would read it;"
-        " leave it out, or choose a method with one"
+        f"config.{key}={value!r}: {why}; leave it out, or choose a method that"
+        " does"
       )
 
 
