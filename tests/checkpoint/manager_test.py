@@ -262,10 +262,10 @@ class TestUnreadable:
     [
       ("[]", "checkpoint format None, but"),
       ('{"format": "6"}', "checkpoint format '6', but"),
-      ('{"format": 5}', "format 5, but this version of jaxrl_llm reads 6;"),
-      ('{"format": 7}', "reads 6; use the version that wrote it, or another"),
-      ('{"format": 6}', "damaged (COMMIT has no 'leaves')"),
-      ('{"format": 6, "leaves": {}}', "damaged (COMMIT has no 'states')"),
+      ('{"format": 5}', "format 5, but this version of jaxrl_llm reads 7;"),
+      ('{"format": 8}', "reads 7; use the version that wrote it, or another"),
+      ('{"format": 7}', "damaged (COMMIT has no 'leaves')"),
+      ('{"format": 7, "leaves": {}}', "damaged (COMMIT has no 'states')"),
     ],
   )
   def test_of_other_content_with_its_checksum(self, tmp_path, content, said):
