@@ -14,6 +14,7 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Auxiliary, make_algorithm, part
+from jaxrl_llm.trainer import validation
 
 SURPRISE = """
 import jax.numpy as jnp
@@ -87,6 +88,21 @@ def probing(algorithm, s):
 
 
 register.method("probing", probing)
+"""
+
+STAGE = """
+import numpy as np
+
+
+def without_the_longest(collection, batch):
+  judged = batch.judged.copy()
+  judged[np.argmax(batch.rollout.lengths)] = False
+  collection.metrics["rollout/left_out"] = float((~judged).sum())
+  return batch.replace(judged=judged)
+
+
+def shorter(algorithm, s):
+  return algorithm.change(stages=(without_the_longest,))
 """
 
 
@@ -166,6 +182,15 @@ class TestOneFile:
     monkeypatch.chdir("/")
     config = make_config(model, method__use=tuple(use), run__steps=2)
     assert train(config, tmp_path / "run")["policy/surprise_loss"] > 0
+
+  def test_a_stage_of_a_batch(self, model, tmp_path):
+    use = (write(tmp_path, "own_stage", STAGE) + ":shorter",)
+    config = make_config(model, method__use=use)
+    assert train(config, tmp_path / "run")["rollout/left_out"] == 1
+    config.estimator.name, config.schedule.window = "gae", 4
+    said = "config.schedule.window=4: a stage changes complete batches"
+    with pytest.raises(InputError, match=said):
+      validation.validate(config)
 
 
 @pytest.mark.slow
