@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm import estimators, losses
-from jaxrl_llm.errors import InputError, located
+from jaxrl_llm.errors import InputError, as_input_error, located
 from jaxrl_llm.learner import checks, estimates, providers
 from jaxrl_llm.learner.algorithm import ALWAYS, Algorithm, Critic, Settings
 from jaxrl_llm.learner.parts import Auxiliary, Part, part, then
@@ -275,19 +275,22 @@ def apply(name: str, algorithm: Algorithm, s: Settings) -> Algorithm:
   Raises:
     InputError: the method refuses the algorithm or the settings.
   """
-  fn = find(name)
+  fn, what = find(name), f"config.method.use={name!r}"
   settings = dict(s.method.get(name, {}))
+  advice = "its arguments must be (algorithm, settings), and others optional"
+  with as_input_error(what, advice, TypeError, ValueError):
+    inspect.signature(fn).bind(algorithm, s)
   known = inspect.signature(fn).parameters
   if unknown := settings.keys() - known.keys():
     raise InputError(
       f"config.method.{name}: no setting {min(unknown)!r}; choose from"
       f" {', '.join([*known][2:]) or 'none'}"
     )
-  with located(f"config.method.use={name!r}"):
+  with located(what):
     made = fn(algorithm, s, **settings)
   if not isinstance(made, Algorithm):
     raise InputError(
-      f"config.method.use={name!r}: it returned {made!r:.40}; return an"
+      f"{what}: it returned {made!r:.40}; return an"
       " algorithm, such as algorithm.change(...)"
     )
   return made

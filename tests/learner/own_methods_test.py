@@ -164,7 +164,6 @@ class TestOneFile:
     # A cell that is run again, with another setting.
     config.run.steps = 2
     again = functools.partial(bolder, coefficient=0.25)
-    again.__name__ = "bolder"
     assert train(config, tmp_path / "run", use=[again])["step"] == 2
 
   def test_a_function_of_a_file_of_any_folder(
@@ -238,6 +237,11 @@ class TestRefusals:
     [
       ("def own(algorithm, s):\n  pass", "it returned None; return an algori"),
       ("def own(algorithm, s):\n  return algorithm.critic", "returned None"),
+      ("def own(algorithm):\n  return algorithm", "too many .*its arguments m"),
+      (
+        "def own(algorithm, s, *, need):\n  return algorithm",
+        "missing a required .*'need'.*and others optional",
+      ),
       ("own = 3", "has no function 'own'"),
       ("def other(algorithm, s):\n  return algorithm", "has no function 'own'"),
       ("1 / 0", ", line 1: ZeroDivisionError"),
