@@ -11,6 +11,7 @@ from jaxrl_llm.learner.packer import Packer
 from jaxrl_llm.types import Responses, Status, join_rows, take_rows, unjudged
 
 ROWS = 5
+SIZES = {"capacity": 64, "temperature": 1.0}
 
 
 def member(waits=False, mini_batch=3, **settings):
@@ -24,7 +25,7 @@ def member(waits=False, mini_batch=3, **settings):
 def make_packer(mini_batch=3):
   """Makes a packer with just enough to choose the critic's responses."""
   members = {"policy": member(), "critic": member(True, mini_batch=mini_batch)}
-  return Packer(members, dict.fromkeys(members, True), capacity=64)
+  return Packer(members, dict.fromkeys(members, True), **SIZES)
 
 
 def make_responses(cut=(), first=0):
@@ -89,7 +90,7 @@ class TestWithWaiting:
     assert batch.rollout.group.tolist() == [0, 0, 1, 1, 2, 0, 1, 3]
 
   def test_nobody_waits_without_a_critic(self):
-    packer = Packer({"policy": member()}, {"policy": True}, capacity=64)
+    packer = Packer({"policy": member()}, {"policy": True}, **SIZES)
     responses = make_responses((1,))
     batch, learned, waiting = self.take(packer, responses)
     assert batch is responses and learned == [] and waiting is None
@@ -167,7 +168,7 @@ def test_parts_of_a_stream_fit_what_every_member_reads(reads, group_size):
   packer = Packer(
     members,
     {"policy": True, "critic": not alone},
-    capacity=64,
+    **SIZES,
     views={} if alone else {"critic": after_context},
   )
   for part, found in streamed(packer, rollout):
@@ -184,6 +185,6 @@ def test_parts_of_a_stream_fit_prompts_of_nearly_a_row():
     lengths=np.full_like(rollout.lengths, 2),
   )
   members = {"policy": member(micro_batch_size=8)}
-  packer = Packer(members, {"policy": True}, capacity=64)
+  packer = Packer(members, {"policy": True}, **SIZES)
   parts = streamed(packer, rollout)
   assert sum(len(part.rewards) for part, _ in parts) == 160

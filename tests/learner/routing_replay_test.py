@@ -61,9 +61,8 @@ def scored(fns, params, rollout):
   packed, layout = packing.pack(
     rollout, capacity=64, rows=4, micro_batches=12, share=fns.shares_prompts
   )
-  score = jax.jit(
-    lambda params, packed: scoring.score_logprobs(params, packed, 1.0, fns=fns)
-  )
+  score = jax.jit(functools.partial(scoring.score_logprobs, fns=fns))
+  packed = packed.replace(temperature=np.float32(1.0))
   return layout.gather(score(params, packed).logprobs)
 
 
@@ -175,11 +174,9 @@ def test_other_weights_follow_only_their_own_choices(tmp_path):
     packed, layout = packing.pack(
       rollout.replace(choices=own), capacity=64, rows=8, micro_batches=1
     )
-    return layout.gather(
-      jax.jit(functools.partial(scoring.score_logprobs, fns=fns))(
-        trained, packed, config.sampler.temperature
-      ).logprobs
-    )
+    packed = packed.replace(temperature=np.float32(config.sampler.temperature))
+    score = jax.jit(functools.partial(scoring.score_logprobs, fns=fns))
+    return layout.gather(score(trained, packed).logprobs)
 
   mini_batches = {
     "policy": learner._packer.mini_batches("policy", rollout, every)

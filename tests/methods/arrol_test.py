@@ -135,7 +135,7 @@ def test_trains_and_resumes_bit_for_bit(model, tmp_path, changes):
       {"schedule__streaming": True, "optimizer__policy__mini_batch": 16},
       "use schedule.streaming=False",
     ),
-    ({"schedule__lag": 1}, "use overlap=False"),
+    ({"schedule__lag": 1}, "use schedule.overlap=False"),
     ({"method__arrol__at": 12}, r"at=12, expected a number in \[1, 11\]"),
   ],
 )

@@ -157,7 +157,9 @@ class TestRun:
     )
 
   def test_no_teacher(self, model):
-    with pytest.raises(InputError, match="needs a teacher; give its directory"):
+    with pytest.raises(
+      InputError, match="needs a teacher; give method.distill"
+    ):
       make_run(model, "")
 
   def test_a_teacher_that_is_not_there(self, model, tmp_path):

@@ -202,7 +202,7 @@ def test_responses_of_generate_py(model, tmp_path):
       {"environment__name": "calculator", "sampler__stop": ("=",)},
       "shared responses have no turns",
     ),
-    ({"estimator__normalize": "whiten"}, "use normalize='none'"),
+    ({"estimator__normalize": "whiten"}, "use estimator.normalize='none'"),
   ],
 )
 def test_is_refused(model, tmp_path, changes, said):
