@@ -65,8 +65,8 @@ _TODAY = {
   "untyped_config": 91,
   "untyped": 1_070,
   "keys": 185,
-  "lines": 24_400,
-  "imported": 176,
+  "lines": 24_782,
+  "imported": 175,
   "frames": 13,
 }
 

@@ -177,7 +177,7 @@ def make_fns(
   config: Any,
   model_config: models.ModelConfig,
   both: meshes.Meshes,
-  critic: Critic | None,
+  critic: Critic | None = None,
 ) -> tuple[models.ModelFns, models.ValueFns]:
   """Makes the functions of policy and critic, with their adapters.
 
