@@ -161,7 +161,7 @@ def measure_agreement(sizes: Sizes) -> Iterator[Numbers]:
     training = train_steps.make_training(fns)
     shape = {"rows": 1, "capacity": sizes.prompt_length + length}
     batch = train_steps.make_batch(fns, training, rollout, **shape)
-    scored = training.score(params, batch.packed, np.float32(1.0))
+    scored = training.score(params, batch.packed)
     sampled = batch.inputs["proximal_logprobs"]
     found = np.abs(np.asarray(scored.logprobs) - sampled)[batch.mask]
     yield {
