@@ -21,6 +21,7 @@ import jax
 
 from jaxrl_llm import base_models, models, sharding, workdir
 from jaxrl_llm import config as config_lib
+from jaxrl_llm.config import Settings
 from jaxrl_llm.data.prompt_source import TEMPLATES, Template
 from jaxrl_llm.data.rows import Row
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -414,7 +415,7 @@ def load(
 
 
 def train(
-  config: Any,
+  config: Settings,
   folder: str | os.PathLike,
   *,
   step: int | None = None,

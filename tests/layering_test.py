@@ -2,10 +2,10 @@
 
 L0  records, arrays, reductions, distributions, checksums, errors, base_models,
     system                             processes, signals, files, user code
-L1  estimators, losses, models, sharding
+L1  estimators, losses, models, sharding, config
 L2  data, rewards, sampling, checkpoint, metrics, sync, report, fleet
 L3  rollout, learner                      independent: they run concurrently
-L4  train, evaluate, workdir, config      compose the others
+L4  train, evaluate, workdir              compose the others
     register                           user-defined parts, by name
     methods                            functions that change an algorithm
     generate, simulate                 tools, which no other package imports
@@ -28,14 +28,14 @@ _L0 = {
 }
 _ENDS = ("", ".py")  # A module is a folder or a file.
 _MATHEMATICS = {"estimators", "losses"}
-_L1 = {*_MATHEMATICS, "models", "sharding"}
+_L1 = {*_MATHEMATICS, "models", "sharding", "config"}
 _L2 = {
   *("data", "rewards", "sampling", "checkpoint"),
   *("metrics", "sync", "report", "fleet"),
 }
 _L3 = {"rollout", "learner"}
 _NUMERIC = {"jax", "numpy", "chex"}
-_L4 = {"trainer", "evaluate", "workdir", "config", "register", "methods"}
+_L4 = {"trainer", "evaluate", "workdir", "register", "methods"}
 _TOOLS = {"generate", "simulate"}
 _LEVELS = (_L0, _L1, _L2, _L3, _L4)
 # Imports everything for the names that the package exports; runs programs.
@@ -177,7 +177,7 @@ def test_models_know_no_words_of_reinforcement_learning():
 
 def test_presets_and_keys_need_no_library():
   # Configs are read before anything is loaded.
-  names = "presets", "schema", "keys", "training_keys"
+  names = "presets", "schema", "keys", "training_keys", "settings"
   files = _files(*(f"jaxrl_llm/config/{name}.py" for name in names))
   assert not _faults(files, _libraries)
   assert not _faults(files, _rooms, {"config"})

@@ -41,6 +41,7 @@ from jaxrl_llm.config.schema import (
   NewPath as NewPath,
   Path as Path,
 )
+from jaxrl_llm.config.settings import Settings as Settings
 from jaxrl_llm.errors import InputError, as_input_error, refuse
 from jaxrl_llm.system import plugin
 
@@ -142,7 +143,7 @@ def based_on(name: str, preset: str = "") -> ConfigDict:
   return config
 
 
-def check_config(config: Any, what: str) -> None:
+def check_config(config: Settings, what: str) -> None:
   """Raises InputError if a value is no config; `what` begins the message."""
   for key in KEYS:
     try:
@@ -186,7 +187,7 @@ def method(name: str, preset: str = "", **settings: Any) -> ConfigDict:
   return config
 
 
-def update(config: Any, changes: Mapping[str, Any]) -> None:
+def update(config: Settings, changes: Mapping[str, Any]) -> None:
   """Sets the values of dotted keys.
 
   Raises:
@@ -201,14 +202,14 @@ def update(config: Any, changes: Mapping[str, Any]) -> None:
       get(config, group)[last] = value
 
 
-def get(config: Any, key: str):
+def get(config: Settings, key: str):
   """Returns the value at a dotted key."""
   for name in key.split("."):
     config = config[name]
   return config
 
 
-def exclude(config: Any, keys: Iterable[str], advice: str) -> None:
+def exclude(config: Settings, keys: Iterable[str], advice: str) -> None:
   """Refuses settings that do not have their default values.
 
   Args:
@@ -226,7 +227,7 @@ def exclude(config: Any, keys: Iterable[str], advice: str) -> None:
     refuse(config, wrong, key, text)
 
 
-def with_absolute_paths(config: Any) -> Any:
+def with_absolute_paths(config: Settings) -> Any:
   """Returns a copy of a config whose paths are absolute, also in mappings.
 
   Relative paths are resolved against the current directory. A text that names
@@ -266,12 +267,12 @@ def _exists(text: str) -> bool:
   return os.path.exists(text) or bool(glob.glob(text))
 
 
-def batch_size(config: Any) -> int:
+def batch_size(config: Settings) -> int:
   """Returns the number of responses per step."""
   return config.data.prompts_per_step * config.data.group_size
 
 
-def groups_in_flight(config: Any) -> int:
+def groups_in_flight(config: Settings) -> int:
   """Returns the number of groups that are sampled for a batch or a round."""
   schedule = config.schedule
   # Rounded: 10 * 1.1 is above 11 in floating point.
@@ -280,19 +281,19 @@ def groups_in_flight(config: Any) -> int:
   )
 
 
-def replayed_groups(config: Any) -> int:
+def replayed_groups(config: Settings) -> int:
   """Returns the number of earlier groups in a batch."""
   share = config.schedule.replay
   return int(round(config.data.prompts_per_step * share, 9))
 
 
-def mini_batch(config: Any, role: str) -> int:
+def mini_batch(config: Settings, role: str) -> int:
   """Returns the responses per update of the 'policy' or 'value' model."""
   settings = config.optimizer[role]
   return settings.mini_batch or batch_size(config) // settings.updates_per_step
 
 
-def max_tokens_per_row(config: Any, more: int = 0) -> int:
+def max_tokens_per_row(config: Settings, more: int = 0) -> int:
   """Returns the tokens per packed row, at least the longest sample.
 
   Args:
@@ -303,7 +304,7 @@ def max_tokens_per_row(config: Any, more: int = 0) -> int:
   return max(config.optimizer.max_tokens_per_row, longest + more)
 
 
-def most_staleness(config: Any) -> int:
+def most_staleness(config: Settings) -> int:
   """Returns the maximum number of updates between sampling and training."""
   schedule = config.schedule
   partial = schedule.stop != "all" and not schedule.window

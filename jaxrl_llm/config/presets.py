@@ -8,6 +8,8 @@ in place.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from jaxrl_llm.config.settings import Settings
+
 
 class Scale(NamedTuple):
   """A preset."""
@@ -17,7 +19,7 @@ class Scale(NamedTuple):
   pretrain_steps: int  # For methods that pretrain the critic.
 
 
-def built_in(config: Any) -> None:
+def built_in(config: Settings) -> None:
   """Trains on the built-in task `chain_sum` with its base model, on a CPU."""
   config.estimator.alpha = 2.0  # lambda is 0.98 at 25 tokens.
   # Typical gradient norms are 0.3; rare norms of 3 would dominate training.
@@ -32,7 +34,7 @@ def built_in(config: Any) -> None:
   config.run.steps = 40
 
 
-def smollm2(config: Any) -> None:
+def smollm2(config: Settings) -> None:
   """Trains SmolLM2-135M on two-digit sums, on a CPU; needs model.path."""
   config.data.update(source="sums", template="few_shot")
   config.data.settings = {"digits": 2}
@@ -54,7 +56,7 @@ def smollm2(config: Any) -> None:
   config.run.update(steps=40, samples_every=10)
 
 
-def long_tail(config: Any) -> None:
+def long_tail(config: Settings) -> None:
   """Trains on divisions with a long tail of response lengths, on a CPU."""
   config.data.source = "remainder"
   config.data.update(prompts_per_step=128, max_prompt_length=8)
@@ -69,7 +71,7 @@ def long_tail(config: Any) -> None:
   config.eval.update(problems=100, every=10)
 
 
-def gsm8k(config: Any) -> None:
+def gsm8k(config: Settings) -> None:
   """Trains a chat model on GSM8K; needs model.path and data.path.
 
   Sizes follow common scripts of TRL and verl: 128 prompts with 8 responses of
@@ -83,7 +85,7 @@ def gsm8k(config: Any) -> None:
   config.run.update(steps=175, samples_every=10)
 
 
-def gsm8k_smoke(config: Any) -> None:
+def gsm8k_smoke(config: Settings) -> None:
   """Trains a small `gsm8k`, to try out a model, its data and a reward."""
   _word_problems(config, prompts=16, length=256)
   _optimizers(config, mini_batch=16, micro_batch_size=2)
@@ -91,7 +93,7 @@ def gsm8k_smoke(config: Any) -> None:
   config.run.samples_every = 1
 
 
-def one_gpu_24gb(config: Any) -> None:
+def one_gpu_24gb(config: Settings) -> None:
   """Trains a 0.5B model like `gsm8k`, on a 24 GB GPU (docs/scale.md)."""
   gsm8k(config)
   config.sampler.slots = 128
@@ -101,14 +103,14 @@ def one_gpu_24gb(config: Any) -> None:
   _optimizers(config, micro_batch_size=2)
 
 
-def one_gpu_80gb(config: Any) -> None:
+def one_gpu_80gb(config: Settings) -> None:
   """Trains a 1.5B model like `gsm8k`, on an 80 GB GPU (docs/scale.md)."""
   gsm8k(config)
   config.model.remat_policy = "dots"
   _optimizers(config, micro_batch_size=4)
 
 
-def qwen7b_adapters(config: Any) -> None:
+def qwen7b_adapters(config: Settings) -> None:
   """Trains adapters of Qwen2.5-7B like `gsm8k`, on an 80 GB GPU."""
   gsm8k(config)
   config.model.update(lora_rank=32, base_dtype="bfloat16")
@@ -117,7 +119,7 @@ def qwen7b_adapters(config: Any) -> None:
   _optimizers(config, micro_batch_size=4)
 
 
-def qwen1_5b(config: Any) -> None:
+def qwen1_5b(config: Settings) -> None:
   """Trains Qwen2.5-1.5B on 8 TPU v5e chips; needs model.path and data.path."""
   # The pages take 3.5 GiB of keys and values per chip.
   _mathematics(config, prompts=2048, lengths=(1024, 7168), kv_pages=8192)
@@ -129,7 +131,7 @@ def qwen1_5b(config: Any) -> None:
   config.sampler.mesh.update(data=2, fsdp=2, tensor=2)
 
 
-def qwen7b(config: Any) -> None:
+def qwen7b(config: Settings) -> None:
   """Trains Qwen2.5-7B on 32 TPU v6e chips; needs model.path and data.path."""
   # The pages take 3.5 GiB of keys and values per chip.
   _mathematics(config, prompts=4096, lengths=(1024, 15_360), kv_pages=16_384)
@@ -140,7 +142,7 @@ def qwen7b(config: Any) -> None:
   config.sampler.mesh.update(data=2, fsdp=4, tensor=4)
 
 
-def qwen32b(config: Any) -> None:
+def qwen32b(config: Settings) -> None:
   """Trains Qwen2.5-32B as in the papers; needs model.path and data.path."""
   # The pages take 32 GiB of keys and values per v5p chip.
   _mathematics(config, prompts=8192, lengths=(2048, 20_480), kv_pages=65_536)
@@ -154,7 +156,7 @@ def qwen32b(config: Any) -> None:
   config.sampler.mesh.update(data=4, fsdp=2, tensor=8)
 
 
-def qwen30b_a3b(config: Any) -> None:
+def qwen30b_a3b(config: Settings) -> None:
   """Trains Qwen3-30B-A3B on 64 TPU chips; needs model.path and data.path."""
   _mathematics(config, prompts=4096, lengths=(1024, 15_360), kv_pages=32_768)
   config.sampler.slots = 2048
@@ -165,7 +167,7 @@ def qwen30b_a3b(config: Any) -> None:
   config.model.expert_capacity = 1.25
 
 
-def _word_problems(config: Any, *, prompts: int, length: int) -> None:
+def _word_problems(config: Settings, *, prompts: int, length: int) -> None:
   """Sets up word problems; `length` is the limit of prompts and responses."""
   form = "{question}\nReason step by step and end with #### and the number."
   _questions(config, prompts, (length, length), form)
@@ -173,7 +175,7 @@ def _word_problems(config: Any, *, prompts: int, length: int) -> None:
 
 
 def _mathematics(
-  config: Any, *, prompts: int, lengths: tuple[int, int], kv_pages: int
+  config: Settings, *, prompts: int, lengths: tuple[int, int], kv_pages: int
 ) -> None:
   """Sets up long reasoning on mathematics problems, see `_questions`."""
   form = (
@@ -192,7 +194,9 @@ def _mathematics(
   config.checkpoint.every = 10
 
 
-def _questions(config: Any, prompts: int, lengths: tuple, form: str) -> None:
+def _questions(
+  config: Settings, prompts: int, lengths: tuple, form: str
+) -> None:
   """Sets up a chat model on questions with one answer.
 
   `lengths` are the maximum lengths of a prompt and of a response.
@@ -205,13 +209,13 @@ def _questions(config: Any, prompts: int, lengths: tuple, form: str) -> None:
   _learning_rates(config, 1e-6)
 
 
-def _optimizers(config: Any, **settings: float) -> None:
+def _optimizers(config: Settings, **settings: float) -> None:
   """Updates the settings of both optimizers."""
   config.optimizer.policy.update(settings)
   config.optimizer.value.update(settings)
 
 
-def _warmup(config: Any, rollouts: int) -> None:
+def _warmup(config: Settings, rollouts: int) -> None:
   """Sets warm-ups to a number of rollouts, also if batch sizes change later."""
   refs = config.data.get_ref
   batch = refs("prompts_per_step") * refs("group_size")
@@ -222,7 +226,7 @@ def _warmup(config: Any, rollouts: int) -> None:
     role.warmup_steps = rollouts * batch * passes // size
 
 
-def _learning_rates(config: Any, policy: float) -> None:
+def _learning_rates(config: Settings, policy: float) -> None:
   """Sets both learning rates; the critic's is doubled (VAPO, section 5.1)."""
   config.optimizer.policy.learning_rate = policy
   config.optimizer.value.learning_rate = 2 * policy

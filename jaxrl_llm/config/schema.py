@@ -88,6 +88,11 @@ class Key(NamedTuple):
   path: str = ""  # Kind of path, see above; '' is none.
 
 
+def setting(*fields: Any, **more: Any) -> Any:
+  """Returns a `Key`, as the value of an annotated field of a group."""
+  return Key(*fields, **more)
+
+
 KEYS: dict[str, Key] = {}  # By dotted path.
 
 

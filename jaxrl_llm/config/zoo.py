@@ -21,6 +21,7 @@ from jaxrl_llm.config.schema import (
   Group,
   Key,
   Names,
+  setting,
 )
 
 _FOLDER = pathlib.Path(__file__).parents[1] / "methods"
@@ -46,10 +47,15 @@ class _Methods(Names):
 class Method(Group, path="method"):
   """Methods that change the algorithm, and their settings."""
 
-  use = Key((), _Methods("learner.core:METHODS"),
+  use: tuple[Any, ...] = setting(
+    (),
+    _Methods("learner.core:METHODS"),
     "Methods that change the algorithm of estimator.name and loss.name, applied"
     " in order: functions of jaxrl_llm/methods/, registered ones, or NAME of a"
-    " file, FILE.py:NAME.", FIXED, PATH)  # fmt: skip
+    " file, FILE.py:NAME.",
+    FIXED,
+    PATH,
+  )
 
 
 def _register(name: str) -> None:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm import losses
+from jaxrl_llm.config import Settings as Settings
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import estimates
 from jaxrl_llm.learner.parts import Auxiliary, Part, leaves_of, part, then
 from jaxrl_llm.models import ValueFns, ValueHead
 from jaxrl_llm.types import Pruning
-
-Settings = Any  # Settings of a run: a config.
 
 
 class ProcessorSpec(NamedTuple):

@@ -5,12 +5,13 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sharding
+from jaxrl_llm.config import Settings
 from jaxrl_llm.learner import core
 from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.models.transformer import REMAT_POLICIES
@@ -53,7 +54,7 @@ class Fit(NamedTuple):
 
 
 def search(
-  config: Any,
+  config: Settings,
   model: models.ModelConfig,
   count: int,
   chip: Chip,

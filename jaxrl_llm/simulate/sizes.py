@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sampling
+from jaxrl_llm.config import Settings
 from jaxrl_llm.learner import core
 from jaxrl_llm.models import experts, heads, transformer
 from jaxrl_llm.models.shapes import expert_params, multiplied_params
@@ -39,7 +40,7 @@ class Sizes:
 
   def __init__(
     self,
-    config: Any,
+    config: Settings,
     model: models.ModelConfig,
     mesh: Mapping[str, int],
     mean_response: float = 0.0,

@@ -6,8 +6,8 @@ from a user's function, an environment or a KL, and may have any size.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from jaxrl_llm.config import Settings
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.metrics.health import SAME_REWARDS_STEPS, Find, Rule
 
@@ -18,7 +18,7 @@ _RETURNS = ("value/return_min", "value/return_max")
 _MOST_CLIPS = 100
 
 
-def bounds(config: Any, learner: Learner) -> dict[str, Rule]:
+def bounds(config: Settings, learner: Learner) -> dict[str, Rule]:
   """Returns the rules about rewards and returns that the settings imply."""
   low, high, clip = -math.inf, math.inf, math.inf
   if critic := learner.critic:

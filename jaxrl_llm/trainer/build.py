@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm import base_models, checkpoint, digest, models, rewards, sharding
 from jaxrl_llm import config as config_lib
+from jaxrl_llm.config import Settings
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.replay import Replay
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ from jaxrl_llm.trainer.value_pretraining import FOLDER, ValuePretraining
 ROLLOUTS, EVALUATION, PRETRAINING = 1, 2, 3
 
 
-def make_run(config: Any) -> Run:
+def make_run(config: Settings) -> Run:
   """Builds the components of a run; loads no weights and compiles nothing.
 
   Raises:
@@ -107,7 +108,7 @@ def make_run(config: Any) -> Run:
   )
 
 
-def _make_judge(config: Any, tokenizer: Tokenizer) -> Judge:
+def _make_judge(config: Settings, tokenizer: Tokenizer) -> Judge:
   reward = config.reward
   with located("config.reward"):
     pool = rewards.RewardPool(
@@ -156,7 +157,7 @@ def _make_exact_score(config, engine, transfer) -> Callable | None:
   return exact_score
 
 
-def _make_pipeline(config: Any) -> Pipeline:
+def _make_pipeline(config: Settings) -> Pipeline:
   schedule = config.schedule
   return Pipeline(
     lag=schedule.lag,
@@ -166,7 +167,7 @@ def _make_pipeline(config: Any) -> Pipeline:
   )
 
 
-def _sampling_settings(config: Any) -> SamplingSettings:
+def _sampling_settings(config: Settings) -> SamplingSettings:
   return SamplingSettings(
     temperature=config.sampler.temperature,
     max_new_tokens=config.sampler.max_response_length,
@@ -174,7 +175,7 @@ def _sampling_settings(config: Any) -> SamplingSettings:
 
 
 def make_fns(
-  config: Any,
+  config: Settings,
   model_config: models.ModelConfig,
   both: meshes.Meshes,
   critic: Critic | None = None,
@@ -255,7 +256,7 @@ def _make_policy_fns(config, model_config, both, **settings) -> models.ModelFns:
 
 
 def make_learner(
-  config: Any,
+  config: Settings,
   algorithm: Algorithm,
   fns: tuple[models.ModelFns, models.ValueFns],
   path: str,
@@ -313,7 +314,10 @@ def make_learner(
 
 
 def _make_frozen(
-  config: Any, algorithm: Algorithm, tokenizer: Tokenizer, both: meshes.Meshes
+  config: Settings,
+  algorithm: Algorithm,
+  tokenizer: Tokenizer,
+  both: meshes.Meshes,
 ) -> tuple[dict[str, members.Frozen], dict[str, str]]:
   """Makes the models that only score, and the digests of their files.
 
@@ -336,7 +340,7 @@ def _make_frozen(
   return made, {"method.use": digest.of_files(read)} if made else {}
 
 
-def update_settings(config: Any, role: str) -> UpdateSettings:
+def update_settings(config: Settings, role: str) -> UpdateSettings:
   """Returns the update settings of the 'policy' or the 'value' model."""
   settings = config.optimizer[role].to_dict()
   del settings["updates_per_step"]
@@ -349,7 +353,7 @@ def update_settings(config: Any, role: str) -> UpdateSettings:
 
 
 def make_worker(
-  config: Any,
+  config: Settings,
   engine: RolloutEngine,
   source: PromptSource,
   judge: Judge,

@@ -4,10 +4,9 @@ This file has the constraints on data and rollouts; `learner_constraints` has
 those on models, estimators, losses and updates.
 """
 
-from typing import Any
-
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import rewards
+from jaxrl_llm.config import Settings
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.prompt_source import PROMPT_SOURCES, PromptSource
 from jaxrl_llm.learner.algorithm import Algorithm
@@ -16,7 +15,7 @@ from jaxrl_llm.trainer import learner_constraints as of_learner
 from jaxrl_llm.trainer.learner_constraints import Rules
 
 
-def rules(config: Any, algorithm: Algorithm) -> Rules:
+def rules(config: Settings, algorithm: Algorithm) -> Rules:
   """Returns all constraints of a run, most important first."""
   topics = [
     orders,
@@ -73,7 +72,7 @@ _EXCLUDED = (
     "the log-probs of sampler and trainer would not be equal; use"
     " sampler.exact=False or {key}={value!r}"),
 )
-def orders(config: Any, algorithm: Algorithm) -> Rules:
+def orders(config: Settings, algorithm: Algorithm) -> Rules:
   """Checks prompt sources with further draws per batch."""
   make = algorithm.prompts or PROMPT_SOURCES[config.data.order]
   make = getattr(make, "func", make)  # The class in a functools.partial.
@@ -89,7 +88,7 @@ def orders(config: Any, algorithm: Algorithm) -> Rules:
   ]
 
 
-def exclusions(config: Any, algorithm: Algorithm) -> Rules:
+def exclusions(config: Settings, algorithm: Algorithm) -> Rules:
   """Checks settings that exclude others, or methods."""
   sampler = config.sampler
   return [
@@ -115,7 +114,7 @@ def _excluded(config, feature, keys, advice) -> Rules:
   ]
 
 
-def sizes(config: Any, algorithm: Algorithm) -> Rules:
+def sizes(config: Settings, algorithm: Algorithm) -> Rules:
   """Checks the sizes of batches and meshes, and the order of the rewards."""
   batch, slots = config_lib.batch_size(config), config.sampler.slots
   mesh = config.sampler.mesh
@@ -157,7 +156,7 @@ def sizes(config: Any, algorithm: Algorithm) -> Rules:
   ]
 
 
-def unread(config: Any, algorithm: Algorithm) -> Rules:
+def unread(config: Settings, algorithm: Algorithm) -> Rules:
   """Checks settings that the chosen parts do not read."""
   split = config.data.split != config_lib.KEYS["data.split"].default
   read = sources.reads(config.data.source)
@@ -188,7 +187,7 @@ def unread(config: Any, algorithm: Algorithm) -> Rules:
   ]
 
 
-def windows(config: Any, algorithm: Algorithm) -> Rules:
+def windows(config: Settings, algorithm: Algorithm) -> Rules:
   """Checks T-PPO's windows and over-provisioning."""
   schedule, estimator = config.schedule, config.estimator
   windowed = schedule.window > 0
@@ -230,7 +229,7 @@ def windows(config: Any, algorithm: Algorithm) -> Rules:
   ]
 
 
-def replay(config: Any, algorithm: Algorithm) -> Rules:
+def replay(config: Settings, algorithm: Algorithm) -> Rules:
   """Checks the replay of earlier groups."""
   schedule = config.schedule
   most = config_lib.replayed_groups(config)
@@ -243,7 +242,7 @@ def replay(config: Any, algorithm: Algorithm) -> Rules:
   ]
 
 
-def streaming(config: Any, algorithm: Algorithm) -> Rules:
+def streaming(config: Settings, algorithm: Algorithm) -> Rules:
   """Checks streaming: gradients accumulated while other groups are sampled."""
   if not config.schedule.streaming:
     return []

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm import base_models, digest, rewards
 from jaxrl_llm import config as config_lib
+from jaxrl_llm.config import Settings
 from jaxrl_llm.data import benchmarks, curriculum, prompt_source, rows, sources
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.sources import MOST_READ
@@ -36,7 +37,7 @@ class Problems(NamedTuple):
 
 
 def make_prompts(
-  config: Any, tokenizer: Tokenizer, algorithm: Algorithm
+  config: Settings, tokenizer: Tokenizer, algorithm: Algorithm
 ) -> tuple[PromptSource, list[Problems]]:
   """Makes the training prompts and the problems of each evaluation set.
 
@@ -186,7 +187,7 @@ def _normal(question: str) -> str:
   return " ".join(question.split())
 
 
-def digests(config: Any) -> dict[str, str]:
+def digests(config: Settings) -> dict[str, str]:
   """Returns digests of data and code files, by the config key of their path."""
   data, plugins = config.data, ",".join(config.run.plugins)
   evaluated = ",".join(one.path for one in _own_sets(config))
@@ -208,7 +209,9 @@ def digests(config: Any) -> dict[str, str]:
   return found | {"model.path": model}
 
 
-def _examples(config: Any, seed: int) -> tuple[sources.Source, list[tuple]]:
+def _examples(
+  config: Settings, seed: int
+) -> tuple[sources.Source, list[tuple]]:
   """Returns training examples, and (name, examples, origin) of each set.
 
   Args:
@@ -247,7 +250,7 @@ def _examples(config: Any, seed: int) -> tuple[sources.Source, list[tuple]]:
   return train, found
 
 
-def _own_sets(config: Any) -> list[benchmarks.Dataset]:
+def _own_sets(config: Settings) -> list[benchmarks.Dataset]:
   """Returns the sets that are separate from the training data, if any."""
   data, path = config.data, config.eval.path
   source = config.eval.source or data.source
@@ -291,7 +294,7 @@ def _template(config, tokenizer, pool, play):
     return prompt_source.TEMPLATES[name](tokenizer, **settings)
 
 
-def make_play(config: Any) -> EnvironmentCalls | None:
+def make_play(config: Settings) -> EnvironmentCalls | None:
   """Makes the environment of a config; None without one.
 
   Raises:
@@ -307,7 +310,7 @@ def make_play(config: Any) -> EnvironmentCalls | None:
 
 
 def make_conversation_config(
-  config: Any, tokenizer: Tokenizer
+  config: Settings, tokenizer: Tokenizer
 ) -> ConversationConfig | None:
   """Makes the conversation config of a run; None without an environment.
 
@@ -330,7 +333,7 @@ def make_conversation_config(
 
 
 def check_context(
-  config: Any,
+  config: Settings,
   model_config: ModelConfig,
   tokenizer: Tokenizer,
   *,

@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 from jaxrl_llm import rewards
+from jaxrl_llm.config import Settings
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.core import correction_of
 from jaxrl_llm.learner.parts import Part
@@ -19,7 +20,7 @@ def compares_groups(estimator: Part) -> bool:
   return not {"groups", "example_id"}.isdisjoint(estimator.reads)
 
 
-def chosen(config: Any, key: str) -> str:
+def chosen(config: Settings, key: str) -> str:
   """Returns the keys that have chosen a part: methods may replace it."""
   return f"{key}, method.use" if config.method.use else key
 
@@ -27,7 +28,7 @@ def chosen(config: Any, key: str) -> str:
 # Each rule: its condition and keys on the first lines, then the advice.
 # fmt: off
 
-def groups(config: Any, algorithm: Algorithm) -> Rules:
+def groups(config: Settings, algorithm: Algorithm) -> Rules:
   """Checks group baselines and the pretraining of a critic."""
   estimator, size = config.estimator, config.data.group_size
   advantages, critic = algorithm.advantages, algorithm.critic
@@ -53,7 +54,7 @@ def groups(config: Any, algorithm: Algorithm) -> Rules:
   ]
 
 
-def off_policy(config: Any, algorithm: Algorithm) -> Rules:
+def off_policy(config: Settings, algorithm: Algorithm) -> Rules:
   """Checks the proximal policy against the loss."""
   reads = algorithm.policy_loss.reads
   corrected = algorithm.corrections or algorithm.proximal != "old_logprobs"
@@ -76,7 +77,7 @@ def off_policy(config: Any, algorithm: Algorithm) -> Rules:
   ]
 
 
-def adapters(config: Any, algorithm: Algorithm) -> Rules:
+def adapters(config: Settings, algorithm: Algorithm) -> Rules:
   """Checks low-rank adapters."""
   model, groups = config.model, {"policy": "model", "value": "value"}
   ranks = {role: config[group].lora_rank for role, group in groups.items()}
@@ -103,7 +104,7 @@ def adapters(config: Any, algorithm: Algorithm) -> Rules:
   ]
 
 
-def critics(config: Any, algorithm: Algorithm) -> Rules:
+def critics(config: Settings, algorithm: Algorithm) -> Rules:
   """Checks the pretraining of a critic."""
   falls = config.optimizer.value.learning_rate_schedule != "constant"
   longer = algorithm.critic and config.value.pretrain_steps > config.run.steps
@@ -115,7 +116,7 @@ def critics(config: Any, algorithm: Algorithm) -> Rules:
   ]
 
 
-def corrections(config: Any, algorithm: Algorithm) -> Rules:
+def corrections(config: Settings, algorithm: Algorithm) -> Rules:
   """Checks the importance weights of off-policy tokens."""
   del algorithm
   stored = config.off_policy.proximal == "stored"
@@ -127,7 +128,7 @@ def corrections(config: Any, algorithm: Algorithm) -> Rules:
   ]
 
 
-def losses(config: Any, algorithm: Algorithm) -> Rules:
+def losses(config: Settings, algorithm: Algorithm) -> Rules:
   """Checks the terms of the loss and of the reward."""
   loss, environment = config.loss, config.environment
   reward = rewards.REWARDS[config.reward.name]

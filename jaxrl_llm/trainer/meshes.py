@@ -1,13 +1,14 @@
 """The meshes of a run: the trainer's, and optionally one for the sampler."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import sharding
+from jaxrl_llm.config import Settings
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import core
 
@@ -20,7 +21,7 @@ class Meshes(NamedTuple):
 
 
 def make_meshes(
-  config: Any, devices: Sequence[jax.Device] | None = None
+  config: Settings, devices: Sequence[jax.Device] | None = None
 ) -> Meshes:
   """Makes the meshes of trainer and sampler.
 
@@ -53,7 +54,7 @@ def make_meshes(
   return both
 
 
-def _check_processes(config: Any, both: Meshes, devices: list) -> None:
+def _check_processes(config: Settings, both: Meshes, devices: list) -> None:
   trainer, sampler = (set(mesh.devices.flat) for mesh in both)
   if len(trainer | sampler) < len(devices):
     raise InputError(
@@ -72,7 +73,7 @@ def _check_processes(config: Any, both: Meshes, devices: list) -> None:
     )
 
 
-def _mesh(config: Any, key: str, devices: list, why: str = "") -> Mesh:
+def _mesh(config: Settings, key: str, devices: list, why: str = "") -> Mesh:
   """Makes the mesh of a config group; `why` explains the number of devices.
 
   Raises:
@@ -84,7 +85,7 @@ def _mesh(config: Any, key: str, devices: list, why: str = "") -> Mesh:
     raise InputError(f"config.{key}: {error}{why}; change its sizes") from error
 
 
-def _check_micro_batch_size(config: Any, mesh: Mesh) -> None:
+def _check_micro_batch_size(config: Settings, mesh: Mesh) -> None:
   split = sharding.batch_size_of(mesh)
   critic = core.compose(config).critic
   for role in ("policy", "value") if critic else ("policy",):

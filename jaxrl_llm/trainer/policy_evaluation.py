@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, rewards, workdir
+from jaxrl_llm.config import Settings
 from jaxrl_llm.data import sources
 from jaxrl_llm.errors import InputError, check_choice
 from jaxrl_llm.evaluate import Evaluation
@@ -30,7 +31,7 @@ def make_config(
   policy: Any,
   datasets: str,
   changes: Mapping[str, Any],
-  config: Any = None,
+  config: Settings = None,
 ) -> Any:
   """Returns the settings of an evaluation.
 
@@ -79,7 +80,7 @@ def make_config(
   return config
 
 
-def _algorithm(config: Any) -> Algorithm:
+def _algorithm(config: Settings) -> Algorithm:
   """Returns the algorithm of a run, whose plugins it loads."""
   for file in config.run.plugins:
     plugin.load(file)
@@ -105,7 +106,7 @@ def _fitting_settings(policy: Any) -> dict[str, Any]:
 
 def evaluations(
   policy: Any,
-  config: Any,
+  config: Settings,
   *,
   seed: int | None = None,
   critic: bool = False,

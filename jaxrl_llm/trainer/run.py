@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm import base_models, checkpoint, digest, sync
+from jaxrl_llm.config import Settings
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
@@ -26,7 +27,7 @@ _REFERENCE = "learner.reference"
 class Run:
   """The components of a run and the connections between them."""
 
-  config: Any
+  config: Settings
   source: PromptSource
   worker: RolloutWorker
   pipeline: Pipeline  # From the worker to the learner.

@@ -9,6 +9,7 @@ import jax
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import sampling, sharding, sync
+from jaxrl_llm.config import Settings
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.learner.algorithm import Algorithm, ProcessorSpec
 from jaxrl_llm.learner.state import TrainingBatch
@@ -32,7 +33,7 @@ _BEYOND_A_PAGE = 16
 
 
 def make_engine(
-  config: Any,
+  config: Settings,
   fns: ModelFns,
   tokenizer: Tokenizer,
   mesh: jax.sharding.Mesh,
@@ -100,7 +101,7 @@ def make_transfer(
 
 
 def make_parity_check(
-  config: Any, fns: ModelFns, meshes: Meshes, transfer: sync.WeightTransfer
+  config: Settings, fns: ModelFns, meshes: Meshes, transfer: sync.WeightTransfer
 ) -> Callable[[Any, sync.VersionedWeights], float] | None:
   """Makes the check that both meshes give fixed tokens equal log-probs.
 
@@ -126,7 +127,7 @@ def make_parity_check(
   )
 
 
-def _tolerance(config: Any, meshes: Meshes) -> sync.Tolerance:
+def _tolerance(config: Settings, meshes: Meshes) -> sync.Tolerance:
   model = config.model
   dtypes = [model.dtype, model.sampler_dtype, model.cache_dtype]
   sampled = model.sampler_matmul or model.matmul
@@ -137,7 +138,7 @@ def _tolerance(config: Any, meshes: Meshes) -> sync.Tolerance:
 
 
 def make_batch_check(
-  config: Any,
+  config: Settings,
   fns: ModelFns,
   meshes: Meshes,
   tokenizer: Tokenizer,

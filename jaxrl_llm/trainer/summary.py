@@ -7,6 +7,7 @@ import jax
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sharding
+from jaxrl_llm.config import Settings
 from jaxrl_llm.data import sources
 from jaxrl_llm.trainer.run import Run
 
@@ -70,7 +71,7 @@ def _data(run: Run) -> str:
   )
 
 
-def _batch(config: Any, critic: bool) -> str:
+def _batch(config: Settings, critic: bool) -> str:
   prompts, group = config.data.prompts_per_step, config.data.group_size
   size = config_lib.batch_size(config)
   parts = [

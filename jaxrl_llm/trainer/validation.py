@@ -10,14 +10,14 @@ from typing import Any
 import jax
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm.config import moved, zoo
+from jaxrl_llm.config import Settings, moved, zoo
 from jaxrl_llm.config.schema import Range
 from jaxrl_llm.errors import InputError, as_input_error, refuse
 from jaxrl_llm.learner import core
 from jaxrl_llm.trainer import constraints
 
 
-def validate(config: Any) -> None:
+def validate(config: Settings) -> None:
   """Checks every setting and the constraints between them.
 
   Raises:
@@ -57,7 +57,7 @@ def _meant(key: Any, value: Any) -> str:
   return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def check_effect(config: Any) -> None:
+def check_effect(config: Settings) -> None:
   """Checks that something reads the settings of methods and of a critic.
 
   For new runs: presets set up the critic for all methods, and earlier versions
@@ -89,7 +89,7 @@ def check_effect(config: Any) -> None:
 
 
 def own_settings(
-  config: Any, key: str, name: str
+  config: Settings, key: str, name: str
 ) -> contextlib.AbstractContextManager[None]:
   """Returns a context that turns a part's errors into InputErrors.
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import checkpoint, metrics, models, sharding
+from jaxrl_llm.config import Settings
 from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner.learner import Learner
@@ -59,7 +60,7 @@ class ValuePretraining:
   learner: Learner
   reward_model: Learner
   worker: RolloutWorker
-  config: Any
+  config: Settings
   seed: tuple[int, int]
 
   @property

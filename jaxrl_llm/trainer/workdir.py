@@ -22,6 +22,7 @@ from typing import Any
 from jaxrl_llm import base_models, checkpoint, digest, metrics
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import workdir as reading
+from jaxrl_llm.config import Settings
 from jaxrl_llm.data import sources
 from jaxrl_llm.errors import InputError, TrainingStopped, as_input_error
 from jaxrl_llm.learner import core
@@ -48,7 +49,7 @@ def _of_first(method: Callable[..., Any]) -> Callable[..., Any]:
   return run
 
 
-def _text(config: Any) -> str:
+def _text(config: Settings) -> str:
   """Returns the text of config.json."""
   return json.dumps(config.to_dict(), indent=2, default=str) + "\n"
 
@@ -145,7 +146,7 @@ class Workdir:
     return reading.steps(self.path)
 
   @_of_first
-  def changes(self, config: Any) -> Changes:
+  def changes(self, config: Settings) -> Changes:
     """Compares the settings of the run with the given ones.
 
     Writes nothing: a refused resume leaves the directory unchanged.
@@ -194,7 +195,7 @@ class Workdir:
     return changes
 
   @_of_first
-  def begin(self, config: Any) -> bool:
+  def begin(self, config: Settings) -> bool:
     """Writes the settings of a new run, and the files of its base model.
 
     Returns:
@@ -228,7 +229,7 @@ class Workdir:
       return file.read_text(encoding="utf-8")
 
   @_of_first
-  def repair(self, config: Any) -> list[str]:
+  def repair(self, config: Settings) -> list[str]:
     """Writes damaged files of a resumed run again; returns a line for each."""
     first, changes, damaged = reading.read_settings(self.path)
     texts = {
@@ -274,7 +275,9 @@ class Workdir:
       files.write_whole(file, f"{before}{line}\n")
 
   @_of_first
-  def facts(self, config: Any, inputs: Mapping[str, str]) -> dict[str, Any]:
+  def facts(
+    self, config: Settings, inputs: Mapping[str, str]
+  ) -> dict[str, Any]:
     """Returns facts about the run's other files, for `check_facts`.
 
     Args:
