@@ -81,7 +81,9 @@ def make_run(folder):
   run = tiny_run.make_run(tiny_run.write_model(folder / "model"), **changes)
   update = lambda state, *_, base: (state, {"policy/skipped": 0.0})
   members = {
-    name: dataclasses.replace(member, update=update)
+    name: dataclasses.replace(
+      member, update=member.update._replace(whole=update)
+    )
     for name, member in run.learner.members.items()
   }
   learner = dataclasses.replace(run.learner, members=members)

@@ -38,6 +38,9 @@ class _Methods(Names):
   def __iter__(self) -> Iterator[str]:
     return iter((*names(), *super().__iter__(), "FILE.py:NAME"))
 
+  def __str__(self) -> str:
+    return f"FILE.py:NAME, a registered name or one of {', '.join(names())}"
+
   def __contains__(self, value: Any) -> bool:
     return (
       value in names() or ".py:" in str(value) or super().__contains__(value)

@@ -141,7 +141,8 @@ def one_by_one(
     parts = np.concatenate(parts)
     return np.pad(parts, [rest] + [(0, 0)] * (parts.ndim - 1))
 
-  return jax.tree.map(joined, *each).replace(count=np.int32(len(each)))
+  packed = jax.tree.map(joined, *each)
+  return packed.replace(count=np.int32(len(each)), temperature=np.float32(1))
 
 
 def provide_norms(scoring: providers.Scoring) -> np.ndarray:

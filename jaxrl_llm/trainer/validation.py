@@ -53,7 +53,7 @@ def _meant(key: Any, value: Any) -> str:
   if moved_to := moved.of_value(value, zoo.names()):
     return moved_to
   names = [] if isinstance(key.allowed, Range) else map(str, key.allowed)
-  near = difflib.get_close_matches(str(value), names, 1)
+  near = difflib.get_close_matches(str(value), names, 1, 0.8)
   return f"; did you mean {near[0]!r}?" if near else ""
 
 

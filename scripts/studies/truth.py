@@ -11,8 +11,7 @@ import numpy as np
 
 from jaxrl_llm import digest
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import parts, providers
-from jaxrl_llm.learner.core import with_monte_carlo_returns
+from jaxrl_llm.learner import core, parts, providers
 from jaxrl_llm.metrics.writers import JsonlWriter, read_rows
 from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
@@ -120,15 +119,16 @@ def replay(
 
 def monte_carlo(learner: Any, gamma: float) -> Callable[..., np.ndarray]:
   """Returns (responses, tokens [B]) -> returns from these tokens on, [B]."""
-  made = with_monte_carlo_returns(learner.algorithm, gamma=gamma)
-  names = parts.leaves_of(["returns"], made.parts)
+  # Also for a run without a critic.
+  known = {**learner.algorithm.parts, "returns": core.returns(gamma, 1.0)}
+  names = parts.leaves_of(["returns"], known)
 
   def returns_of(responses, at):
     given = providers.of_responses(responses, 0, names, learner.column)
     # Returns with lambda 1 do not depend on scores of models.
     none = np.zeros(responses.rollout.mask.shape, np.float32)
     given |= {name: none for name in names - given.keys()}
-    found = parts.evaluate(["returns"], made.parts, given)["returns"]
+    found = parts.evaluate(["returns"], known, given)["returns"]
     return np.asarray(found)[np.arange(len(at)), at]
 
   return returns_of

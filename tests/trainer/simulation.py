@@ -283,6 +283,7 @@ class _Learner:
   """Arithmetic that depends on the entire batch."""
 
   critic = None
+  algorithm = types.SimpleNamespace(lowest_reward=-np.inf)
   mesh = types.SimpleNamespace(
     devices=np.array([types.SimpleNamespace(device_kind="none")]), size=1
   )
