@@ -132,7 +132,7 @@ def one_by_one(
   each = [
     packing.pack(
       take_rows(rollout, [i]), capacity=capacity, rows=rows, micro_batches=1
-    )[0].replace(count=None, temperature=None)
+    )[0].replace(count=None)
     for i in range(len(rollout.lengths))
   ]
   rest = (0, micro_batches - len(each))
@@ -141,8 +141,7 @@ def one_by_one(
     parts = np.concatenate(parts)
     return np.pad(parts, [rest] + [(0, 0)] * (parts.ndim - 1))
 
-  packed = jax.tree.map(joined, *each)
-  return packed.replace(count=np.int32(len(each)), temperature=np.float32(1))
+  return jax.tree.map(joined, *each).replace(count=np.int32(len(each)))
 
 
 def provide_norms(scoring: providers.Scoring) -> np.ndarray:

@@ -150,8 +150,9 @@ def _logprobs(params, packed, load=None, *, backbone, parts, **in_chunks):
   of_tokens = states, packed.targets, packed.mask
   states, targets, mask = (context.shards_to_rows(x, parts) for x in of_tokens)
   kernel, tied = transformer.head(params)
+  temperature = 1.0 if packed.temperature is None else packed.temperature
   scored = heads.chunked_logprobs(
-    states, kernel, targets, mask, packed.temperature, tied=tied, **in_chunks
+    states, kernel, targets, mask, temperature, tied=tied, **in_chunks
   )
   scored = heads.TokenLogprobs(
     *(context.rows_to_shards(x, parts) for x in scored)

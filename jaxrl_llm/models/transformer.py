@@ -13,7 +13,6 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx, traverse_util
 
 from jaxrl_llm import sharding as sharding_lib
@@ -48,8 +47,9 @@ class PackedRows:
   # -1 if it chose none.
   choices: chex.Array | None = None
   count: chex.Array | None = None  # int32 scalar, micro-batches with tokens.
-  # float32 scalar, which divided the logits when the tokens were sampled.
-  temperature: chex.Numeric = np.float32(1)
+  # float32 scalar, which divided the logits when the tokens were sampled; None
+  # is 1.
+  temperature: chex.Numeric | None = None
 
   def rows(self, i: chex.Numeric) -> "PackedRows":
     """Returns micro-batch i, [R, C]."""
