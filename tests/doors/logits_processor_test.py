@@ -60,11 +60,13 @@ def test_trains_with_a_correction(model, tmp_path):
   ("changes", "why"),
   [
     ({}, r"use=.* with config.off_policy.correction='auto': they change the s"),
-    ({"method__use": ("both", "both")}, "there is a '.*' already; use another"),
+    ({"method__use": ("both", "more")}, "there is a '.*' already; use another"),
+    ({"method__use": ("both", "both")}, "'both'.: give a method once"),
   ],
 )
 def test_what_does_not_agree_with_the_trainer_is_refused(model, changes, why):
   register.method("both", both)
+  register.method("more", both)
   with pytest.raises(InputError, match=why):
     build.make_run(doors.make_config(model, **BOTH | changes))
 
