@@ -116,6 +116,7 @@ kept_weights schedule.lag=1 off_policy.correction=none: \
   off_policy.correction='auto'
 kept_weights: schedule.lag, schedule.stop='first_groups'
 kept_weights schedule.lag=1 schedule.replay=0.5: schedule.replay=0
+kept_weights schedule.lag=1 sampler.exact=True: sampler.exact=False
 rloo off_policy.proximal=stored: off_policy.proximal='recompute'
 sft data.group_size=1 loss.nll_coefficient=0.0 \
   off_policy.correction=truncate: off_policy.correction='auto'

@@ -84,7 +84,7 @@ _no = functools.partial(dataclasses.field, default_factory=dict)
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """What a run computes from a batch of judged responses, and what it draws.
+  """The parts of an update, and the models and prompts that a run needs.
 
   A part is a function of arrays that reads the inputs which its arguments name.
 

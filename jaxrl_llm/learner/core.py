@@ -290,8 +290,8 @@ def apply(name: str, algorithm: Algorithm, s: Settings) -> Algorithm:
     made = fn(algorithm, s, **settings)
   if not isinstance(made, Algorithm):
     raise InputError(
-      f"{what}: it returned {made!r:.40}; return an"
-      " algorithm, such as algorithm.change(...)"
+      f"{what}: it returned {made!r:.40}; return an algorithm, such as"
+      " algorithm.change(...)"
     )
   return made
 

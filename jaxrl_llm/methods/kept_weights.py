@@ -125,6 +125,10 @@ def kept_weights(
     raise InputError(
       "replayed tokens are older than kept weights; use schedule.replay=0"
     )
+  if s.sampler.exact:
+    raise InputError(
+      "kept weights are scored in packed rows; use sampler.exact=False"
+    )
   writer = {"proximal_logprobs": "writer_logprobs"}
   stale = {"behavior_logprobs": "writer_logprobs"}
 

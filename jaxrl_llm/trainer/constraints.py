@@ -94,7 +94,7 @@ def exclusions(config: Settings, algorithm: Algorithm) -> Rules:
   return [
     (sampler.engine and algorithm.processors, "sampler.engine, method.use",
       "only the built-in engine has logits processors; use engine=''"),
-    (sampler.exact and (algorithm.processors or algorithm.companions),
+    (sampler.exact and algorithm.processors,
       "sampler.exact, method.use",
       "the log-probs of sampler and trainer would not be equal; use"
       " sampler.exact=False"),
@@ -248,16 +248,15 @@ def streaming(config: Settings, algorithm: Algorithm) -> Rules:
     return []
   batch = config_lib.batch_size(config)
   roles = ("policy", "value") if algorithm.critic else ("policy",)
+  compares = "example_id" in leaves_of(["advantages"], algorithm.parts)
   own = {"nll", "kl", "entropy"}
   over = "policy_mask", algorithm.mode
   whole = {
-    "estimator.name": "example_id" in leaves_of(
-      ["advantages"], algorithm.parts) and not config.method.use,
+    "estimator.name": compares and not config.method.use,
     # A loss over other tokens is divided by their number in the whole batch.
-    "method.use": algorithm.whole_batch or algorithm.step_scale or any(
-      name not in own and (x.mask, x.mode) != over
-      for name, x in algorithm.auxiliary.items()) or "example_id" in leaves_of(
-      ["advantages"], algorithm.parts),
+    "method.use": algorithm.whole_batch or algorithm.step_scale or compares
+      or any(name not in own and (x.mask, x.mode) != over
+        for name, x in algorithm.auxiliary.items()),
   }
   return [
     *((config_lib.mini_batch(config, role) != batch

@@ -1,4 +1,4 @@
-"""What a run is trained in: its folder, signals, checkpoints and logs."""
+"""The surroundings of training: folder, signals, checkpoints and logs."""
 
 import contextlib
 import functools
