@@ -271,7 +271,7 @@ class TestSettings:
       assert f"\n{path} = " in f"\n{shown}"
     text = " ".join(shown.split())
     assert "loss.name = 'clip'; one of 'clip' " in text
-    assert "method.use = (); one of 'a_3po', 'adhint', " in text
+    assert "a registered name or one of a_3po, adhint, arrol, asyppo, " in text
 
   @pytest.mark.parametrize("preset", presets.SCALES)
   def test_presets_are_valid_and_leave_the_method_alone(self, preset):
