@@ -12,9 +12,9 @@ DIR is a Hugging Face directory with the tokenizer of the policy;
 scripts/convert.py makes one from a run. With 'DIR,DIR', the data's column
 `teacher`, 0 or 1, selects the teacher of a row.
 
-Measured on the built-in task (docs/studies.md): nine tenths of the teacher's
-accuracy are reached with 0.69 to 0.87 of GRPO's generated tokens. The other
-presets were not run.
+Measured on the built-in task (docs/studies/distillation.md): nine tenths of the
+teacher's accuracy are reached with 0.69 to 0.87 of GRPO's generated tokens. The
+other presets were not run.
 
 PRESET selects a scale from jaxrl_llm/config/presets.py; without one, the run
 trains on the built-in running sums on a CPU.

@@ -22,7 +22,7 @@ Differences from the paper, which we know from notes:
   * The lag is exact, not an upper bound (`schedule.lag`). With the large
     steps of small models DIS tolerates none: with a lag of 1, both seeds
     collapsed temporarily. PPO's clip with bounds of 0.2 and 0.28
-    tolerates 8 (docs/studies.md, section 12).
+    tolerates 8 (docs/studies/hard_masks.md).
   * Batches and learning rates are those of the preset, except at 32B: 128
     prompts and learning rates of 1e-6 and 5e-6.
   * A critic with adapters (value.lora_rank) also trains those of its

@@ -7,7 +7,7 @@ finished responses, on their Monte Carlo returns. No step waits for the longest
 response.
 
 T-PPO needs an informative critic, more so with shorter windows
-(docs/studies.md, section 5); value.reads_logprobs helps small models.
+(docs/studies/tppo.md); value.reads_logprobs helps small models.
 
 The rest follows VAPO, because the paper leaves it open. For the lambda of
 unfinished responses, also left open, the length is the number of tokens so far.

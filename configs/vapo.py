@@ -19,7 +19,7 @@ Presets:
   qwen3-30b-a3b   a model with experts, on 64 chips.
   long_tail     divisions with a long tail of response lengths; CPU.
 
-Measured (docs/studies.md): in 40 steps the default preset improves on held-out
+Measured (docs/studies/): in 40 steps the default preset improves on held-out
 problems from 0.09 to 0.98 greedily and from 0.28 to 0.90 sampled (seeds 0, 1,
 2), and smollm2 on held-out sums from 0.19 to 0.65 (seeds 1, 2). gsm8k-smoke was
 run for 2 steps; the Qwen2.5 presets were compiled (docs/scale.md) but not run.

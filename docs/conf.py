@@ -10,7 +10,7 @@ html_title = "jaxrl_llm"
 exclude_patterns = ["accelerator/*"]
 myst_heading_anchors = 3
 
-_DOCS = pathlib.Path(__file__).parent
+_DOCS = pathlib.Path(__file__).resolve().parent
 _LINK = re.compile(r"\[([^\]]+)\]\((?!http|#)([^)#]+)(#[^)]*)?\)")
 
 
@@ -23,7 +23,8 @@ def _adapt(app, docname, source):
   def link(match):
     text, path, anchor = match.groups("")
     path = path.removeprefix("docs/")
-    known = (_DOCS / path).is_file() and ".." not in path
+    target = (_DOCS / docname).parent.joinpath(path).resolve()
+    known = target.is_file() and _DOCS in target.parents
     return f"[{text}]({path}{anchor})" if known else text
 
   source[0] = _LINK.sub(link, source[0])

@@ -17,8 +17,9 @@ from jaxrl_llm.learner import core
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PAGES = [
   pytest.param(path, id=path.name)
-  for path in [*_ROOT.glob("*.md"), *sorted((_ROOT / "docs").glob("*.md"))]
+  for path in [*_ROOT.glob("*.md"), *sorted((_ROOT / "docs").rglob("*.md"))]
 ]
+_STUDIES = sorted((_ROOT / "docs" / "studies").glob("*.md"))
 
 
 def test_pages_are_what_the_code_says(tmp_path):
@@ -47,8 +48,9 @@ def test_the_site_has_every_page_and_no_broken_link(tmp_path):
   pytest.importorskip("myst_parser")
   command = ("-m", "sphinx", "-q", "-W", _ROOT / "docs", tmp_path)
   programs.finish(*command)
-  pages = {path.stem for path in (_ROOT / "docs").glob("*.md")}
-  assert pages <= {path.stem for path in tmp_path.glob("*.html")}
+  for path in [*(_ROOT / "docs").glob("*.md"), *_STUDIES]:
+    page = path.relative_to(_ROOT / "docs").with_suffix(".html")
+    assert (tmp_path / page).exists()
   index = (tmp_path / "index.html").read_text("utf-8")
   assert (
     "trains reasoning language models" in index and 'href="guide.html"' in index
@@ -102,10 +104,18 @@ def test_keys_are_keys(path):
   assert unknown == set()
 
 
-def test_claims_name_commands_that_are_there():
-  text = (_ROOT / "docs" / "claims.md").read_text("utf-8")
+def test_claims_and_studies_name_commands_that_are_there():
+  pages = [_ROOT / "docs" / "claims.md", *_STUDIES]
+  text = "\n".join(path.read_text("utf-8") for path in pages)
   files = re.findall(r"(?:python|pytest) ((?:scripts|tests)[\w/.]*)", text)
   assert len(files) > 20
   assert [f for f in files if not (_ROOT / f).exists()] == []
   studied = set(re.findall(r"scripts/study\.py (\w+)", text))
-  assert studied and studied <= {*tables.STUDIES, *study.PICTURES}
+  assert studied >= {*tables.STUDIES}
+  assert studied <= {*tables.STUDIES, *study.PICTURES, "evpo"}
+
+
+def test_every_study_has_a_row_of_the_claims():
+  text = (_ROOT / "docs" / "studies.md").read_text("utf-8")
+  linked = set(re.findall(r"\(studies/(\w+\.md)", text))
+  assert linked == {path.name for path in _STUDIES}

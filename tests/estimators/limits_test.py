@@ -1,6 +1,6 @@
 """Limits of value-based credit that follow from the formulas, as numbers.
 
-docs/studies.md, section 2, explains their consequences for runs.
+docs/studies/critic.md explains their consequences for runs.
 """
 
 import jax.numpy as jnp
