@@ -55,6 +55,11 @@ def test_the_site_has_every_page_and_no_broken_link(tmp_path):
   assert (
     "trains reasoning language models" in index and 'href="guide.html"' in index
   )
+  # The rest of a docstring, to which the table of the page links.
+  api = (tmp_path / "api.html").read_text("utf-8")
+  assert 'href="#jaxrl_llm.estimators.gae"' in api
+  assert 'id="jaxrl_llm.estimators.gae"' in api
+  assert "the next <em>unmasked</em> token" in api
 
 
 def test_the_tour_is_short_and_true():
