@@ -63,7 +63,13 @@ from jaxrl_llm.simulate import account, cost, hlo, mesh_search  # noqa: E402
 from jaxrl_llm.simulate.cost import Work  # noqa: E402
 from jaxrl_llm.simulate.models import MODELS  # noqa: E402
 from jaxrl_llm.system import files  # noqa: E402
-from jaxrl_llm.trainer import build, meshes, sampler, validation  # noqa: E402
+from jaxrl_llm.trainer import (  # noqa: E402
+  build,
+  meshes,
+  model_fns,
+  sampler,
+  validation,
+)
 
 _NOTHING_FITS = (
   "by the estimate, the run fits on no mesh of these chips: use more or larger"
@@ -92,16 +98,20 @@ class Programs:
     self.compiler = f"{jax.__version__} {devices[0].client.platform_version}"
     both = meshes.make_meshes(config, devices)
     algorithm = core.make_algorithm(config)
-    fns = build.make_fns(config, model, both, algorithm.critic)
-    self.learner = build.make_learner(config, algorithm, fns, "", both.trainer)
+    fns, critic_fns = model_fns.make_policy_fns(config, model, both), None
+    if critic := algorithm.critic:
+      critic_fns = model_fns.make_critic_fns(config, critic, model, both)
+    self.learner = build.make_learner(
+      config, algorithm, fns, "", both.trainer, critic=critic_fns
+    )
     words = types.SimpleNamespace(stop_tokens=[0], decode=None)
     words.single_tokens = lambda *_: []
     engine = sampler.make_engine(
-      config, fns[0], words, both.sampler, algorithm.processors
+      config, fns, words, both.sampler, algorithm.processors
     )
     policy, critic = self.learner.policy, self.learner.critic
     whole = models.merge(policy.params)
-    transfer = sampler.make_transfer(fns[0], whole, both)
+    transfer = sampler.make_transfer(fns, whole, both)
     self.mesh = dict(both.trainer.shape)
     self.sampler_mesh = dict(both.sampler.shape)
     self.lowered = dry_run.lower_all(

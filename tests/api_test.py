@@ -147,14 +147,16 @@ class TestEvaluate:
     more = {"eval.pass_k": (2,), "eval.samples": 1}
     validate(policy_evaluation.make_config(trained[0], "", more))
 
-  @pytest.mark.parametrize("template", ["completion", "few_shot"])
   def test_training_files_are_read_only_for_worked_examples(
-    self, trained, template
+    self, trained, tmp_path
   ):
-    files = {"data.source": "jsonl", "data.path": "train.jsonl"}
-    changes = files | {"data.template": template}
-    config = policy_evaluation.make_config(trained[0], "own.jsonl", changes)
-    assert config.data.path == ("train.jsonl" if template == "few_shot" else "")
+    own = tmp_path / "own.jsonl"
+    own.write_text(json.dumps({"question": "1+2?", "answer": "3"}))
+    gone = {"data.source": "jsonl", "data.path": str(tmp_path / "gone.jsonl")}
+    gone["data.settings"] = {}
+    assert set(trained[0].evaluate(str(own), **gone)) == {"own"}
+    with pytest.raises(InputError, match="gone.jsonl"):
+      trained[0].evaluate(str(own), **gone, **{"data.template": "few_shot"})
 
   def test_a_model_on_files_of_its_own(self, tmp_path):
     files = []

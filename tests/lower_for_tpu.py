@@ -21,7 +21,7 @@ from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.simulate import hlo
 from jaxrl_llm.simulate.models import MODELS
-from jaxrl_llm.trainer import build
+from jaxrl_llm.trainer import build, model_fns
 from jaxrl_llm.trainer.meshes import Meshes
 
 TOPOLOGY = "v5e:2x4"
@@ -49,7 +49,7 @@ def make_fns(mesh, layers=2):
   config.estimator.name = "group"
   config.optimizer.policy.mini_batch = 16  # Two micro-batches.
   model = dataclasses.replace(MODEL, num_layers=layers)
-  return config, build.make_fns(config, model, Meshes(mesh, mesh))[0]
+  return config, model_fns.make_policy_fns(config, model, Meshes(mesh, mesh))
 
 
 def sampler(fns, shapes, mesh, **sizes):
@@ -87,7 +87,7 @@ def _decode_at_scale():
   )
   config = configs.load("vapo", "qwen2.5-32b")
   mesh = sharding.make_mesh(**config.sampler.mesh, devices=topology.devices)
-  fns, _ = build.make_fns(config, LARGE, Meshes(mesh, mesh))
+  fns = model_fns.make_policy_fns(config, LARGE, Meshes(mesh, mesh))
   shapes = jax.eval_shape(fns.init, jax.eval_shape(jax.random.key, 0))
   lowered = sampler(
     fns,

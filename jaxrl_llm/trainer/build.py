@@ -2,43 +2,49 @@
 
 import dataclasses
 import functools
-import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from jaxrl_llm import base_models, checkpoint, digest, models, rewards, sharding
+from jaxrl_llm import (
+  base_models,
+  checkpoint,
+  digest,
+  models,
+  sharding,
+)
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.config import Settings
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.replay import Replay
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, located
-from jaxrl_llm.evaluate import Evaluator, check_metric
+from jaxrl_llm.evaluate import check_metric
 from jaxrl_llm.learner import core, members, providers
-from jaxrl_llm.learner.algorithm import Algorithm, Critic
+from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import UpdateSettings
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.models import hf
-from jaxrl_llm.rewards.groups import GroupReward
-from jaxrl_llm.rewards.judge import Judge
-from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.schedule import RolloutSettings
-from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.worker import RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
-from jaxrl_llm.sampling import SamplingSettings, score
-from jaxrl_llm.trainer import data, meshes, sampler, validation
+from jaxrl_llm.sampling import score
+from jaxrl_llm.trainer import (
+  data,
+  meshes,
+  model_fns,
+  rollouts,
+  sampler,
+  validation,
+)
 from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.trainer.value_pretraining import FOLDER, ValuePretraining
-
-# Independent streams of randomness under the run's seed.
-ROLLOUTS, EVALUATION, PRETRAINING = 1, 2, 3
+from jaxrl_llm.types import Rollout
 
 
 def make_run(config: Settings) -> Run:
@@ -50,41 +56,32 @@ def make_run(config: Settings) -> Run:
   validation.validate(config)
   config = config_lib.with_absolute_paths(config)
   algorithm = core.make_algorithm(config)
-  both = meshes.make_meshes(config)
-  path = base_models.model_path(config)
-  model_config, tokenizer = hf.read_config(path), Tokenizer(path)
-  data.check_context(config, model_config, tokenizer)
-  unused = _with_unused(model_config, tokenizer)
-  fns = make_fns(config, unused, both, algorithm.critic)
-  if hf.is_model(config.value.init_from):
-    tokenizer.check_same(Tokenizer(config.value.init_from))
-  view = algorithm.critic and algorithm.critic.view
-  before = view.tokens if view else 0
-  data.check_context(config, fns[1].config, tokenizer, before=before)
+  half = rollouts.make_rollouts(config, algorithm)
+  both, policy, tokenizer, _, transfer, writer = half
   frozen, frozen_inputs = _make_frozen(config, algorithm, tokenizer, both)
   source, problems = data.make_prompts(config, tokenizer, algorithm)
   _check_columns(source, algorithm)
-  judge = _make_judge(config, tokenizer)
-  turn_taking = data.make_conversation_config(config, tokenizer)
-  engine = sampler.make_engine(
-    config, fns[0], tokenizer, both.sampler, algorithm.processors
-  )
-  shapes = members.make_shapes(fns[0], both.trainer)
-  transfer = sampler.make_transfer(fns[0], shapes, both)
   # The sampler has no expert capacity, so parity is checked without one.
-  dropless = _make_policy_fns(config, fns[0].config, both, expert_capacity=0)
+  dropless = model_fns.make_model_fns(
+    config, policy.config, both, expert_capacity=0
+  )
   learner = make_learner(
     config,
     algorithm,
-    fns,
-    path,
+    policy,
+    base_models.model_path(config),
     both.trainer,
+    critic=half.critic_fns(config, algorithm),
     column=source.column,
     frozen=frozen,
     views=_make_views(algorithm, source, tokenizer),
-    sampler_logprobs=_make_exact_score(config, engine, transfer),
+    sampler_logprobs=_make_exact_score(config, half),
   )
-  worker = make_worker(config, engine, source, judge, turn_taking, algorithm)
+  worker = make_worker(config, writer, source, algorithm)
+  evaluators = half.evaluators(config, problems)
+  if best := config.checkpoint.best:
+    tries = config.eval.samples, *config.eval.pass_k
+    check_metric(best, evaluators, tries, greedy=config.eval.greedy)
   return Run(
     config=config,
     source=source,
@@ -94,34 +91,17 @@ def make_run(config: Settings) -> Run:
     transfer=transfer,
     parity_check=sampler.make_parity_check(config, dropless, both, transfer),
     check_batch=sampler.make_batch_check(
-      config, fns[0], both, tokenizer, algorithm
+      config, policy, both, tokenizer, algorithm
     ),
     pretraining=_make_pretraining(config, worker, learner),
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from
     ),
-    evaluators=_make_evaluators(config, worker.writer, problems),
-    judge=judge,
+    evaluators=evaluators,
+    judge=writer.judge,
     tokenizer=tokenizer,
     inputs=data.digests(config) | frozen_inputs,
     notes=data.notes(source),
-  )
-
-
-def _make_judge(config: Settings, tokenizer: Tokenizer) -> Judge:
-  reward = config.reward
-  with located("config.reward"):
-    pool = rewards.RewardPool(
-      rewards.get_reward(reward.name, reward.path, reward.function),
-      grading=rewards.Grading(dict(reward.weights), reward.threshold),
-      **_limits(reward),
-    )
-  return Judge(
-    tokenizer.decode,
-    pool,
-    name=reward.name,
-    correct=reward.correct,
-    incorrect=reward.incorrect,
   )
 
 
@@ -143,16 +123,18 @@ def _make_views(
   return {"critic": functools.partial(view.fn, source.answer, tokenizer)}
 
 
-def _make_exact_score(config, engine, transfer) -> Callable | None:
+def _make_exact_score(
+  config: Settings, half: rollouts.Rollouts
+) -> Callable[..., Any] | None:
   """Makes `Scorer.sampler_logprobs` for exact sampling."""
   if not config.sampler.exact:
     return None
-  settings = _sampling_settings(config)
 
-  def exact_score(params, rollout):
+  def exact_score(params: models.Params, rollout: Rollout) -> np.ndarray:
     # Sends the parameters again, to detect wrong ones in the sampler.
-    sent = transfer.send(params, 0).params
-    return score(engine, sent, rollout, settings=settings)
+    sent = half.transfer.send(params, 0).params
+    settings = half.writer.settings
+    return score(half.engine, sent, rollout, settings=settings)
 
   return exact_score
 
@@ -167,100 +149,14 @@ def _make_pipeline(config: Settings) -> Pipeline:
   )
 
 
-def _sampling_settings(config: Settings) -> SamplingSettings:
-  return SamplingSettings(
-    temperature=config.sampler.temperature,
-    max_new_tokens=config.sampler.max_response_length,
-  )
-
-
-def make_fns(
-  config: Settings,
-  model_config: models.ModelConfig,
-  both: meshes.Meshes,
-  critic: Critic | None = None,
-) -> tuple[models.ModelFns, models.ValueFns]:
-  """Makes the functions of policy and critic, with their adapters.
-
-  Those of a critic are made in any case, for accounts of its sizes.
-
-  Raises:
-    InputError: An adapter target matches no layer, or no layer has an adapter.
-  """
-  linear = models.linear_layers(model_config)
-  for target in config.model.lora_targets:
-    if not any(target in path for path in linear):
-      raise InputError(
-        f"config.model.lora_targets: {target!r} is not part of any linear"
-        f" layer's path; choose from {', '.join(linear)}, or parts of these"
-      )
-  adapted = models.adapted(config, model_config)
-  value_config = models.critic_config(config, model_config)
-  for made in (adapted, value_config):
-    own, paths = made.adapters, models.linear_layers(made)
-    # Without any adapter, all parameters would be trained.
-    if own and not any(map(own.targets_layer, paths)):
-      raise InputError(
-        "config.model.lora_targets: 'mlp' does not include the router, so no"
-        " layer of this model would have an adapter; add another target"
-      )
-  replay = config.model.replay_routing
-  policy = _make_policy_fns(config, adapted, both, replay_routing=replay)
-  value = models.make_value(
-    value_config,
-    reads_logprobs=config.value.reads_logprobs,
-    head=critic.head if critic else models.SCALAR,
-    **_trainer_settings(config, value_config, both),
-  )
-  if critic and critic.wrap_fns:
-    value = critic.wrap_fns(value)
-  return policy, value
-
-
-def _with_unused(model_config, tokenizer) -> models.ModelConfig:
-  unused = tokenizer.unused(model_config.vocab_size)
-  return dataclasses.replace(model_config, unused=unused)
-
-
-def _trainer_settings(config, model_config, both) -> dict[str, Any]:
-  return {
-    "numerics": models.Numerics(
-      activations=jnp.dtype(config.model.dtype), matmul=config.model.matmul
-    ),
-    "remat_policy": config.model.remat_policy,
-    "kernels": config.model.kernels,
-    "expert_capacity": config.model.expert_capacity,
-    "sharding": sharding.packed_kv_sharding(
-      both.trainer, model_config.num_kv_heads
-    ),
-  }
-
-
-def _make_policy_fns(config, model_config, both, **settings) -> models.ModelFns:
-  sampled = jnp.dtype(config.model.sampler_dtype or config.model.dtype)
-  return models.make_policy(
-    model_config,
-    sampler=models.Numerics.all(
-      sampled,
-      kv=jnp.dtype(config.model.cache_dtype or sampled),
-      matmul=config.model.sampler_matmul or config.model.matmul,
-    ),
-    head_chunk=config.model.head_chunk,
-    head_sharding=sharding.head_sharding(both.trainer, model_config.vocab_size),
-    sampler_sharding=sharding.slot_sharding(
-      both.sampler, model_config.num_kv_heads
-    ),
-    kv_block=config.sampler.kv_block,
-    **(_trainer_settings(config, model_config, both) | settings),
-  )
-
-
 def make_learner(
   config: Settings,
   algorithm: Algorithm,
-  fns: tuple[models.ModelFns, models.ValueFns],
+  policy_fns: models.ModelFns,
   path: str,
   mesh: jax.sharding.Mesh,
+  *,
+  critic: models.ValueFns | None = None,
   **given: Any,
 ) -> Learner:
   """Makes the learner.
@@ -268,22 +164,26 @@ def make_learner(
   Args:
     config: settings of the run.
     algorithm: the algorithm that they choose.
-    fns: functions of policy and critic.
+    policy_fns: functions of the policy.
     path: directory of the initial weights.
     mesh: mesh of all models.
+    critic: functions of the critic; None without one.
     **given: further attributes of the learner, see `Scorer`.
+
+  Raises:
+    InputError: Micro-batches do not divide over the mesh.
   """
-  policy_fns, critic_fns = fns
+  _check_micro_batches(config, algorithm, mesh)
   of = functools.partial(update_settings, config)
   training = members.policy_training(policy_fns, algorithm)
   policy = members.make_member(policy_fns, training, of("policy"), mesh)
   found = {"policy": policy}
-  if algorithm.critic is not None:
-    training = members.critic_training(critic_fns, algorithm)
-    critic = members.make_member(critic_fns, training, of("value"), mesh)
-    if policy_fns.config.adapters and critic_fns.config.adapters:
-      critic = dataclasses.replace(critic, shares_base=True, base=policy.base)
-    found["critic"] = critic
+  if critic is not None:
+    training = members.critic_training(critic, algorithm)
+    member = members.make_member(critic, training, of("value"), mesh)
+    if policy_fns.config.adapters and critic.config.adapters:
+      member = dataclasses.replace(member, shares_base=True, base=policy.base)
+    found["critic"] = member
   for name, member in algorithm.members.items():
     found[name] = member.make(policy, algorithm, mesh)
   view = algorithm.critic and algorithm.critic.view
@@ -300,7 +200,7 @@ def make_learner(
     ),
     mesh=mesh,
     initial_params=functools.partial(
-      read_policy_params,
+      model_fns.read_policy_params,
       path,
       models.merge(policy.params),
       policy_fns.config,
@@ -311,6 +211,19 @@ def make_learner(
     },
     **given,
   )
+
+
+def _check_micro_batches(
+  config: Settings, algorithm: Algorithm, mesh: jax.sharding.Mesh
+) -> None:
+  split = sharding.batch_size_of(mesh)
+  for role in ("policy", "value") if algorithm.critic else ("policy",):
+    rows = config.optimizer[role].micro_batch_size
+    if rows % split:
+      raise InputError(
+        f"config.optimizer.{role}.micro_batch_size={rows} must be a multiple of"
+        f" mesh data x fsdp = {split}"
+      )
 
 
 def _make_frozen(
@@ -326,14 +239,14 @@ def _make_frozen(
   """
   made, read = {}, []
   for name, path in algorithm.frozen.items():
-    tokenizer.check_same(Tokenizer(path))
-    model_config = hf.read_config(path)
-    data.check_context(config, model_config, tokenizer)
-    model_config = _with_unused(model_config, tokenizer)
+    model_config, own = model_fns.read_model(config, path)
+    tokenizer.check_same(own)
     # A capacity is for training: a score must not depend on other tokens.
-    fns = _make_policy_fns(config, model_config, both, expert_capacity=0)
+    fns = model_fns.make_model_fns(
+      config, model_config, both, expert_capacity=0
+    )
     read_params = functools.partial(
-      read_policy_params, path, model_config=model_config
+      model_fns.read_policy_params, path, model_config=model_config
     )
     made[name] = members.make_frozen(fns, read_params, both.trainer)
     read += sorted(pathlib.Path(path).glob("*.safetensors"))
@@ -354,10 +267,8 @@ def update_settings(config: Settings, role: str) -> UpdateSettings:
 
 def make_worker(
   config: Settings,
-  engine: RolloutEngine,
+  writer: ResponseWriter,
   source: PromptSource,
-  judge: Judge,
-  turn_taking: ConversationConfig | None,
   algorithm: Algorithm,
 ) -> RolloutWorker:
   """Makes the worker that samples the batches of training."""
@@ -374,9 +285,6 @@ def make_worker(
       max_rounds=schedule.max_rounds if schedule.dynamic_sampling else 1,
       pruning=algorithm.pruning,
     )
-  key, samples = run_key(config.run.seed, ROLLOUTS), config.data.group_size
-  sampled = _sampling_settings(config)
-  writer = ResponseWriter(engine, sampled, key, samples, judge, turn_taking)
   replay = None
   if schedule.replay:
     replay = (algorithm.replay or Replay)(
@@ -386,7 +294,7 @@ def make_worker(
       seed=config.run.seed,
       feed=algorithm.feed and algorithm.feed(),
     )
-  group_reward = _make_group_reward(config, judge, algorithm)
+  group_reward = rollouts.make_group_reward(config, writer.judge, algorithm)
   return RolloutWorker(
     writer, source, settings, group_reward, replay, algorithm.stages
   )
@@ -403,7 +311,7 @@ def _make_pretraining(config, worker, learner) -> ValuePretraining | None:
   whole = RolloutSettings(
     groups=groups, group_size=config.data.group_size, in_flight=groups
   )
-  key = run_key(config.run.seed, PRETRAINING)
+  key = run_key(config.run.seed, rollouts.PRETRAINING)
   writer = dataclasses.replace(worker.writer, key=key)
   algorithm = core.with_monte_carlo_returns(
     learner.algorithm, gamma=config.estimator.gamma
@@ -416,44 +324,8 @@ def _make_pretraining(config, worker, learner) -> ValuePretraining | None:
       worker, writer=writer, settings=whole, replay=None
     ),
     config=config,
-    seed=(config.run.seed, PRETRAINING),
+    seed=(config.run.seed, rollouts.PRETRAINING),
   )
-
-
-def _make_evaluators(config, writer, problems) -> list[Evaluator]:
-  """Makes an evaluator per set; their sampling parameters are config.eval's."""
-  temperature, top_p = config.eval.temperature, config.eval.top_p
-  writer = dataclasses.replace(
-    writer,
-    settings=dataclasses.replace(
-      writer.settings, temperature=temperature, top_p=top_p
-    ),
-    key=run_key(config.run.seed, EVALUATION),
-    group_size=config.eval.samples,
-  )
-  evaluators = [Evaluator(**one._asdict(), writer=writer) for one in problems]
-  if best := config.checkpoint.best:
-    tries = config.eval.samples, *config.eval.pass_k
-    check_metric(best, evaluators, tries, greedy=config.eval.greedy)
-  return evaluators
-
-
-def read_policy_params(
-  path: str, shapes: Any, model_config: models.ModelConfig, *, seed: int = 0
-) -> Any:
-  """Reads the parameters of a model with the shardings of `shapes`.
-
-  Adapters, if any, are newly initialized with the seed.
-  """
-  adapters = model_config.adapters
-  places = jax.tree.map(lambda x: x.sharding, shapes)
-  dtype = models.BASE_DTYPES[adapters.base_dtype] if adapters else "float32"
-  params = hf.read_params(path, model_config, dtype=dtype, places=places)
-  if adapters is None:
-    return params
-  begin = functools.partial(models.with_adapters, config=model_config)
-  begin = jax.jit(begin, out_shardings=places, donate_argnums=0)
-  return begin(params, jax.random.key(seed))
 
 
 def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):
@@ -481,21 +353,3 @@ def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):
 
   places = jax.tree.map(lambda x: x.sharding, shapes)
   return jax.jit(init_critic, out_shardings=places)(policy_params)
-
-
-def _limits(reward) -> dict[str, Any]:
-  """Returns the number of workers and the time limits of rewards."""
-  return {
-    "workers": reward.workers,
-    "deadline_s": reward.deadline_s,
-    "batch_deadline_s": reward.batch_deadline_s or math.inf,
-  }
-
-
-def _make_group_reward(config, judge, algorithm) -> GroupReward | None:
-  reward = config.reward
-  fn = algorithm.group_reward or rewards.GROUP_REWARDS[reward.group]
-  if fn is None:
-    return None
-  grading = rewards.Grading(threshold=reward.threshold)
-  return GroupReward(fn, judge, grading=grading, **_limits(reward))

@@ -1,9 +1,10 @@
 """The data of a run: training prompts and evaluation problems."""
 
 import collections
+import functools
 import inspect
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm import base_models, digest, rewards
@@ -53,36 +54,19 @@ def make_prompts(
   Raises:
     InputError: The data cannot be used.
   """
-  data = config.data
-  make, own = algorithm.prompts, algorithm.prompt_settings
-  if make is None:
-    make, own = prompt_source.PROMPT_SOURCES[data.order], data.order_settings
-  records = _records_prompts(algorithm, make)
-  # Runs with different seeds that share a pool have the same questions.
-  seed = 0 if data.pool or records else config.run.seed
-  train, sets = _examples(config, seed)
-  size = data.pool
-  if not size and records and len(train) > curriculum.LARGEST:
-    size = _POOL
-  if size:
-    train = sources.LazySource(train.__getitem__, range(min(size, len(train))))
+  data, examples = config.data, _Examples(config, algorithm)
+  train, sets = examples.train, examples.sets
   rewarded = {"rewards", "correct"} & algorithm.leaves
   if rewarded and not (config.reward.group or algorithm.group_reward):
     check_inputs(config.reward, [train[i] for i in _checked(train)])
-  play = make_play(config)
-  template = _template(config, tokenizer, train, play)
-  settings = {
-    "template": play.opened(template) if play else template,
-    "tokenizer": tokenizer,
-    "max_prompt_length": data.max_prompt_length,
-    "on_long": data.on_long,
-  }
+  settings = _prompt_settings(config, tokenizer, examples)
   trained = _trained(train, sets)
   problems = [_problems(config, one, trained, settings) for one in sets]
   if count := _contradictions(train):
     line = f"{count} questions of the training data have different answers"
     origin = "; ".join(filter(None, [problems[0].origin, line]))
     problems[0] = problems[0]._replace(origin=origin)
+  make, own = _prompt_source(config, algorithm)
   sizes = {"max_response_length": config.sampler.max_response_length}
   sizes["group_size"] = data.group_size
   read = sizes.keys() & inspect.signature(make).parameters
@@ -96,6 +80,52 @@ def make_prompts(
     stream = make(train, seed=config.run.seed, **settings, **sizes, **own)
   processes.in_shares(stream.check, _checked(stream))
   return stream, problems
+
+
+def make_problems(
+  config: Settings, tokenizer: Tokenizer, algorithm: Algorithm
+) -> list[Problems]:
+  """Makes the problems of each evaluation set, as `make_prompts` does.
+
+  Reads the training data only for worked examples, for questions that are held
+  out of them, or to drop questions that occur in them.
+  """
+  examples = _Examples(config, algorithm)
+  settings = _prompt_settings(config, tokenizer, examples)
+  sets, trained = examples.sets, set()
+  if config.eval.on_overlap == "drop":
+    trained = _trained(examples.train, sets)
+  return [_problems(config, one, trained, settings) for one in sets]
+
+
+def _prompt_source(
+  config: Settings, algorithm: Algorithm
+) -> tuple[Callable[..., PromptSource], Mapping[str, Any]]:
+  """Returns the function that makes the prompt source, and its settings."""
+  if algorithm.prompts is not None:
+    return algorithm.prompts, algorithm.prompt_settings
+  make = prompt_source.PROMPT_SOURCES[config.data.order]
+  return make, config.data.order_settings
+
+
+def _prompt_settings(
+  config: Settings, tokenizer: Tokenizer, examples: "_Examples"
+) -> dict[str, Any]:
+  """Returns the arguments that all prompt sources of a run share."""
+  play, chosen = make_play(config), config.data
+  name, own = chosen.template, dict(chosen.template_settings)
+  if play is not None:
+    own = play.template_settings(name, own)
+  if name == "few_shot":
+    own["pool"] = examples.train
+  with own_settings(config, "data.template_settings", name):
+    template = prompt_source.TEMPLATES[name](tokenizer, **own)
+  return {
+    "template": play.opened(template) if play else template,
+    "tokenizer": tokenizer,
+    "max_prompt_length": chosen.max_prompt_length,
+    "on_long": chosen.on_long,
+  }
 
 
 def _checked(source: sources.Source | PromptSource) -> range:
@@ -114,14 +144,6 @@ def notes(stream: PromptSource) -> list[str]:
     f" tokens, such as {found[0]!r}, which are read as plain text; give"
     " conversations as messages, to which the model's chat template adds them"
   ]
-
-
-def _records_prompts(
-  algorithm: Algorithm, make: Callable[..., PromptSource]
-) -> bool:
-  """Returns whether the run keeps a record of each prompt."""
-  ranked = isinstance(make, type) and issubclass(make, curriculum.Curriculum)
-  return bool(algorithm.feed or algorithm.replay or ranked)
 
 
 def _problems(config, one, trained, settings) -> Problems:
@@ -209,45 +231,90 @@ def digests(config: Settings) -> dict[str, str]:
   return found | {"model.path": model}
 
 
-def _examples(
-  config: Settings, seed: int
-) -> tuple[sources.Source, list[tuple]]:
-  """Returns training examples, and (name, examples, origin) of each set.
+class _Examples:
+  """The training examples of a run and its evaluation sets, read on demand."""
 
-  Args:
-    config: settings of the run.
-    seed: seed of problems that a task generates.
-  """
-  data, evaluation = config.data, config.eval
-  path = benchmarks.training_files(data.path, data.source)
-  label = benchmarks.label(data.path, data.source)
-  own = {"settings": dict(data.settings), "columns": dict(data.columns)}
-  given = {"seed": seed, "split": evaluation.split}
-  train = sources.make_source(
-    data.source, **own, **given | {"path": path, "split": data.split}
-  )
-  sets = _own_sets(config)
-  if not sets and "split" not in sources.reads(data.source):
-    if evaluation.path or not data.holdout:
-      origin = f"evaluation uses {label}, which is also the training data"
-      return train, [(f"{label}_training_data", train, origin)]
-    kept, held_out = sources.hold_out(train, data.holdout, label)
-    origin = (
-      f"{len(held_out)} of {len(train)} examples of {label}, by hash of the"
-      " question, are held out for evaluation and never trained on"
+  def __init__(self, config: Settings, algorithm: Algorithm):
+    self._config = config
+    make, _ = _prompt_source(config, algorithm)
+    ranked = isinstance(make, type) and issubclass(make, curriculum.Curriculum)
+    # Whether the run keeps a record of each prompt.
+    self._records = bool(algorithm.feed or algorithm.replay or ranked)
+    # Runs with different seeds that share a pool have the same questions.
+    shared = config.data.pool or self._records
+    self._seed = 0 if shared else config.run.seed
+
+  @property
+  def _label(self) -> str:
+    return benchmarks.label(self._config.data.path, self._config.data.source)
+
+  @property
+  def _holds_out(self) -> bool:
+    """Whether evaluation has no set of its own."""
+    reads = sources.reads(self._config.data.source)
+    return not _own_sets(self._config) and "split" not in reads
+
+  @functools.cached_property
+  def _whole(self) -> sources.Source:
+    data = self._config.data
+    return sources.make_source(
+      data.source,
+      seed=self._seed,
+      split=data.split,
+      path=benchmarks.training_files(data.path, data.source),
+      settings=dict(data.settings),
+      columns=dict(data.columns),
     )
-    return kept, [(f"{label}_heldout", held_out, origin)]
-  found = []
-  # Columns that the training data do not have are those of files.
-  free = "columns" not in sources.reads(data.source)
-  for one in sets or [benchmarks.Dataset(label, data.source, path)]:
-    # Known benchmarks and other sources have their own layout.
-    layout = own if one.source == data.source and not one.known else {}
-    if free and one.source in sources.FILES and not one.known:
-      layout = {"columns": own["columns"]}
-    source = sources.make_source(one.source, **given, path=one.path, **layout)
-    found.append((one.name, source, ""))
-  return train, found
+
+  @functools.cached_property
+  def _split(self) -> tuple[sources.Source, sources.Source | None]:
+    """Training examples, and those held out of them; None without any."""
+    data, evaluation = self._config.data, self._config.eval
+    if not self._holds_out or evaluation.path or not data.holdout:
+      return self._whole, None
+    return sources.hold_out(self._whole, data.holdout, self._label)
+
+  @functools.cached_property
+  def train(self) -> sources.Source:
+    """The training examples."""
+    train, size = self._split[0], self._config.data.pool
+    if not size and self._records and len(train) > curriculum.LARGEST:
+      size = _POOL
+    if not size:
+      return train
+    return sources.LazySource(train.__getitem__, range(min(size, len(train))))
+
+  @functools.cached_property
+  def sets(self) -> list[tuple[str, sources.Source, str]]:
+    """The name, examples and origin of each evaluation set."""
+    config, label = self._config, self._label
+    data = config.data
+    if self._holds_out:
+      train, held_out = self._split
+      if held_out is None:
+        origin = f"evaluation uses {label}, which is also the training data"
+        return [(f"{label}_training_data", train, origin)]
+      origin = (
+        f"{len(held_out)} of {len(self._whole)} examples of {label}, by hash of"
+        " the question, are held out for evaluation and never trained on"
+      )
+      return [(f"{label}_heldout", held_out, origin)]
+    found, own = [], {"columns": dict(data.columns)}
+    # Columns that the training data do not have are those of files.
+    free = "columns" not in sources.reads(data.source)
+    path = benchmarks.training_files(data.path, data.source)
+    sets = _own_sets(config) or [benchmarks.Dataset(label, data.source, path)]
+    for one in sets:
+      # Known benchmarks and other sources have their own layout.
+      layout = {}
+      if one.source == data.source and not one.known:
+        layout = own | {"settings": dict(data.settings)}
+      if free and one.source in sources.FILES and not one.known:
+        layout = own
+      given = {"seed": self._seed, "split": config.eval.split, "path": one.path}
+      source = sources.make_source(one.source, **given, **layout)
+      found.append((one.name, source, ""))
+    return found
 
 
 def _own_sets(config: Settings) -> list[benchmarks.Dataset]:
@@ -282,16 +349,6 @@ def check_inputs(reward: Any, examples: Sequence[Example]) -> None:
         f" {len(examples):,} rows have none);"
         f"{mapped} complete the rows, or choose another reward"
       )
-
-
-def _template(config, tokenizer, pool, play):
-  name, settings = config.data.template, dict(config.data.template_settings)
-  if play is not None:
-    settings = play.template_settings(name, settings)
-  if name == "few_shot":
-    settings["pool"] = pool
-  with own_settings(config, "data.template_settings", name):
-    return prompt_source.TEMPLATES[name](tokenizer, **settings)
 
 
 def make_play(config: Settings) -> EnvironmentCalls | None:

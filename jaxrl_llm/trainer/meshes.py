@@ -10,7 +10,6 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import sharding
 from jaxrl_llm.config import Settings
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import core
 
 
 class Meshes(NamedTuple):
@@ -34,14 +33,12 @@ def make_meshes(
     devices: available devices; all by default.
 
   Raises:
-    InputError: A mesh needs more devices than are available, or micro-batches
-      do not divide over the trainer's mesh. With several processes, some
-      devices are unused, or sampler and learner run concurrently on the same
-      devices.
+    InputError: A mesh needs more devices than are available. With several
+      processes, some devices are unused, or sampler and learner run
+      concurrently on the same devices.
   """
   devices = list(jax.devices() if devices is None else devices)
   trainer = _mesh(config, "mesh", devices)
-  _check_micro_batch_size(config, trainer)
   if not config.sampler.mesh.data:
     both = Meshes(trainer, trainer)
   else:
@@ -83,15 +80,3 @@ def _mesh(config: Settings, key: str, devices: list, why: str = "") -> Mesh:
     return sharding.make_mesh(**config_lib.get(config, key), devices=devices)
   except ValueError as error:
     raise InputError(f"config.{key}: {error}{why}; change its sizes") from error
-
-
-def _check_micro_batch_size(config: Settings, mesh: Mesh) -> None:
-  split = sharding.batch_size_of(mesh)
-  critic = core.compose(config).critic
-  for role in ("policy", "value") if critic else ("policy",):
-    rows = config.optimizer[role].micro_batch_size
-    if rows % split:
-      raise InputError(
-        f"config.optimizer.{role}.micro_batch_size={rows} must be a multiple of"
-        f" mesh data x fsdp = {split}"
-      )

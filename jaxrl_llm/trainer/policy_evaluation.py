@@ -1,11 +1,10 @@
-"""Evaluates an `api.Policy` with the evaluators of a run."""
+"""Evaluates an `api.Policy` by what samples and judges in a run."""
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl_llm import config as config_lib
@@ -14,13 +13,12 @@ from jaxrl_llm.config import Settings
 from jaxrl_llm.data import sources
 from jaxrl_llm.errors import InputError, check_choice
 from jaxrl_llm.evaluate import Evaluation
-from jaxrl_llm.learner import core
+from jaxrl_llm.learner import core, members
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.rollout import search as searches
 from jaxrl_llm.rollout.worker import run_key
 from jaxrl_llm.system import plugin
-from jaxrl_llm.trainer import build
-from jaxrl_llm.trainer.run import Run
+from jaxrl_llm.trainer import build, data, model_fns, rollouts, validation
 from jaxrl_llm.types import Responses, Rollout
 
 # Lengths for a model directory, if its context is long enough.
@@ -64,27 +62,12 @@ def make_config(
   if datasets:
     config_lib.update(config, {"eval.path": datasets})
     config = config_lib.with_absolute_paths(config)
-    datasets = config.eval.path
-    data, files = config.data, config.data.source in sources.FILES
+    files = config.data.source in sources.FILES
     config.eval.source = "" if files else "jsonl"
-    reads = data.template == "few_shot" or config.eval.on_overlap == "drop"
-    reads = reads or data.order != "shuffled" or data.path == datasets
-    reads = reads or bool(_algorithm(config).prompts)
-    # Otherwise no training data is needed: its files may be large, or missing
-    # on this machine.
-    if files and not (reads and data.path):
-      data.source, data.path = "chain_sum", ""
   # Slots do not change responses, but must hold all those to a problem.
   slots = config.sampler.slots or config_lib.batch_size(config)
   config.sampler.slots = max(slots, config.eval.samples)
   return config
-
-
-def _algorithm(config: Settings) -> Algorithm:
-  """Returns the algorithm of a run, whose plugins it loads."""
-  for file in config.run.plugins:
-    plugin.load(file)
-  return core.make_algorithm(config)
 
 
 def _fitting_settings(policy: Any) -> dict[str, Any]:
@@ -96,9 +79,6 @@ def _fitting_settings(policy: Any) -> dict[str, Any]:
     "data.max_prompt_length": prompt,
     "sampler.max_response_length": min(_RESPONSE_LENGTH, context - prompt),
   }
-  # Nothing is trained, but micro-batches must divide over all devices.
-  for role in ("policy", "value"):
-    fitting[f"optimizer.{role}.micro_batch_size"] = jax.device_count()
   if policy.tokenizer.chat_template is None:
     fitting |= {"data.template": "completion", "data.template_settings": {}}
   return fitting
@@ -129,63 +109,84 @@ def evaluations(
   """
   for file in config.run.plugins:
     plugin.load(file)
-  run = build.make_run(config)
-  key = run_key(config.run.seed if seed is None else seed, build.EVALUATION)
-  with contextlib.closing(run.judge), contextlib.closing(run.worker):
-    params = run.transfer.send(_read_params(policy, run), 0).params
-    values = _critic_values(policy, run) if critic or search else None
-    how = _make_search(run, search, values) if search else None
-    for one in run.evaluators:  # They share the engine and its programs.
+  validation.validate(config)
+  config = config_lib.with_absolute_paths(config)
+  algorithm = core.make_algorithm(config)
+  half = rollouts.make_rollouts(config, algorithm)
+  key = run_key(config.run.seed if seed is None else seed, rollouts.EVALUATION)
+  with contextlib.closing(half.writer.judge), contextlib.closing(half.writer):
+    problems = data.make_problems(config, half.tokenizer, algorithm)
+    values = None
+    if critic or search:
+      values = _critic_values(policy, config, algorithm, half)
+    how = _make_search(config, search, values) if search else None
+    read = _read_params(policy, half, config.optimizer.policy.frozen)
+    params = half.transfer.send(read, 0).params
+    # The sets share the engine and its programs.
+    for one in half.evaluators(config, problems):
       writer = dataclasses.replace(one.writer, key=key)
       found = dataclasses.replace(one, writer=writer, search=how)(params)
       if search:
-        _check_rewards(run, found.responses)
+        _check_rewards(config, half, found.responses)
       if values is not None:
         rollout = found.responses.rollout
         found = dataclasses.replace(found, values=values(rollout))
       yield found
 
 
-def _read_params(policy: Any, run: Run) -> Any:
-  """Reads the policy's parameters, with the shardings of the learner."""
-  member = run.learner.policy
-  if policy.step is not None:
-    return workdir.restore_params(
-      policy.path, policy.step, "policy", member.params
+def _read_params(
+  policy: Any, half: rollouts.Rollouts, frozen: tuple[str, ...]
+) -> Any:
+  """Reads the policy's parameters, with the shardings of the trainer."""
+  shapes = members.make_shapes(half.policy, half.meshes.trainer)
+  if policy.step is None:
+    return model_fns.read_policy_params(
+      policy.directory, shapes, half.policy.config
     )
-  shapes = models.merge(member.params)
-  return build.read_policy_params(policy.directory, shapes, member.fns.config)
+  shapes = models.partition(shapes, frozen)
+  return workdir.restore_params(policy.path, policy.step, "policy", shapes)
 
 
-def _critic_values(policy: Any, run: Run) -> Callable[[Rollout], np.ndarray]:
+def _critic_values(
+  policy: Any, config: Settings, algorithm: Algorithm, half: rollouts.Rollouts
+) -> Callable[[Rollout], np.ndarray]:
   """Returns a function that maps responses to values at their last tokens."""
-  member = run.learner.critic
-  if policy.step is None or member is None:
+  if policy.step is None or algorithm.critic is None:
     raise InputError(f"{policy.path}: has no critic; give a run with one")
-  if run.learner.views:
+  if algorithm.critic.view:
     raise InputError(
       f"{policy.path}: its critic reads the answers, but the choice of a"
       " response must not depend on them"
     )
-  params = workdir.restore_params(
-    policy.path, policy.step, "critic", member.params
+  learner = build.make_learner(
+    config,
+    algorithm,
+    half.policy,
+    policy.directory,
+    half.meshes.trainer,
+    critic=half.critic_fns(config, algorithm),
   )
-  state = run.learner.alone("critic", params)
+  params = workdir.restore_params(
+    policy.path, policy.step, "critic", learner.critic.params
+  )
+  state = learner.alone("critic", params)
 
   def values(rollout: Rollout) -> np.ndarray:
     last = np.maximum(rollout.lengths - 1, 0)
-    every = run.learner.read(state, "values", rollout)
+    every = learner.read(state, "values", rollout)
     return every[np.arange(last.size), last]
 
   return values
 
 
-def _check_rewards(run: Run, responses: Responses) -> None:
+def _check_rewards(
+  config: Settings, half: rollouts.Rollouts, responses: Responses
+) -> None:
   """Reports rewards outside the interval that a search assumes."""
-  low, high = run.config.reward.incorrect, run.config.reward.correct
+  low, high = config.reward.incorrect, config.reward.correct
   rewards = responses.rewards[responses.judged]
   if rewards.size and not low <= rewards.min() <= rewards.max() <= high:
-    run.judge.tell(
+    half.writer.judge.tell(
       f"rewards are {rewards.min():.3g} to {rewards.max():.3g}, but the search"
       " read the critic's values as chances between"
       f" config.reward.incorrect={low:g} and config.reward.correct={high:g};"
@@ -194,13 +195,13 @@ def _check_rewards(run: Run, responses: Responses) -> None:
 
 
 def _make_search(
-  run: Run, name: str, values: Callable[[Rollout], np.ndarray]
+  config: Settings, name: str, values: Callable[[Rollout], np.ndarray]
 ) -> Callable[..., Rollout]:
   """Returns the search of an evaluation; see `Evaluator.search`."""
   check_choice("search", name, searches.SEARCHES)
-  if run.config.environment.name:
+  if config.environment.name:
     raise InputError("search does not support environments; leave it out")
-  low, high = run.config.reward.incorrect, run.config.reward.correct
+  low, high = config.reward.incorrect, config.reward.correct
 
   def chance(rollout: Rollout) -> np.ndarray:
     return np.clip((values(rollout) - low) / (high - low), 0.01, 0.99)

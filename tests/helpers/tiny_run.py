@@ -285,10 +285,13 @@ def with_config(run: build.Run, **changes) -> build.Run:
     config=config,
     worker=build.make_worker(
       config,
-      run.worker.writer.engine,
+      dataclasses.replace(
+        made.worker.writer,
+        engine=run.worker.writer.engine,
+        judge=run.judge,
+        turn_taking=run.worker.writer.turn_taking,
+      ),
       run.source,
-      run.judge,
-      run.worker.writer.turn_taking,
       made.learner.algorithm,
     ),
     pipeline=made.pipeline,

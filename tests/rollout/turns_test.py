@@ -285,14 +285,11 @@ def test_a_hostile_environment_loses_nothing(alone, how):
   config = alone.config.copy_and_resolve_references()
   config.environment.settings = {"how": how}
   conversation_config = data.make_conversation_config(config, alone.tokenizer)
-  engine = alone.worker.writer.engine
+  writer = dataclasses.replace(
+    alone.worker.writer, turn_taking=conversation_config
+  )
   worker = build.make_worker(
-    config,
-    engine,
-    alone.source,
-    alone.judge,
-    conversation_config,
-    alone.learner.algorithm,
+    config, writer, alone.source, alone.learner.algorithm
   )
   rollout, table = talk(dataclasses.replace(alone, worker=worker), None)
   conversation_config.call.close()

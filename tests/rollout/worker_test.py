@@ -24,7 +24,7 @@ from jaxrl_llm.rollout.worker import RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import EngineConfig, EngineStats, SamplingSettings
 from jaxrl_llm.sampling.rules import SchedulerView
-from jaxrl_llm.trainer import build
+from jaxrl_llm.trainer import rollouts
 from jaxrl_llm.types import (
   Status,
   ended,
@@ -630,7 +630,7 @@ class TestMixed:
 
 
 def test_streams_of_randomness_differ():
-  streams = (build.ROLLOUTS, build.EVALUATION, build.PRETRAINING)
+  streams = (rollouts.ROLLOUTS, rollouts.EVALUATION, rollouts.PRETRAINING)
   keys = [run_key(0, stream) for stream in streams]
   assert len({str(key) for key in keys}) == 3
-  assert run_key(1, build.ROLLOUTS) != keys[0]
+  assert run_key(1, rollouts.ROLLOUTS) != keys[0]

@@ -11,9 +11,8 @@ from helpers import tiny_experts, tiny_run
 from jaxrl_llm import api, digest, models, sharding, sync, workdir
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import core
 from jaxrl_llm.models import adapters
-from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer import build, loop, model_fns
 from jaxrl_llm.trainer.meshes import Meshes
 
 STEPS = 3
@@ -153,5 +152,4 @@ def test_a_target_that_gives_no_layer_an_adapter_is_refused(model):
   config = tiny_run.make_config(model, model__lora_rank=2, **targets)
   mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
   with pytest.raises(InputError, match="no layer .* would have an adapter"):
-    critic = core.compose(config).critic
-    build.make_fns(config, tiny_experts.CONFIG, Meshes(mesh, mesh), critic)
+    model_fns.make_policy_fns(config, tiny_experts.CONFIG, Meshes(mesh, mesh))

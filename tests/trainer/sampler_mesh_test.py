@@ -205,12 +205,15 @@ class TestSettings:
     trainer, sampler = self.make(mesh__data=2)
     assert sampler is trainer
 
-  def test_micro_batches_divide_over_the_mesh(self):
+  def test_micro_batches_divide_over_the_mesh(self, model):
     sizes = {"mesh__data": 8, "optimizer__policy__micro_batch_size": 8}
+    make = lambda **more: build.make_run(
+      tiny_run.make_config(model, **sizes, **more)
+    )
     with pytest.raises(InputError, match="value.micro_batch_size=2 must be a"):
-      self.make(**sizes)
+      make()
     # Without a critic, its micro-batches do not matter.
-    self.make(estimator__name="group", value__pretrain_steps=0, **sizes)
+    make(estimator__name="group", value__pretrain_steps=0)
 
   @pytest.mark.parametrize(
     ("sizes", "said"),
