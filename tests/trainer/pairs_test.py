@@ -47,13 +47,22 @@ FEATURES = {
     "environment.max_observation_tokens": 4,
     "sampler.stop": ("=",),
   },
-  "drafter": {"sampler.drafter": "prompt_lookup"},
+  "drafter": {
+    "sampler.drafter": "prompt_lookup",
+    "sampler.num_draft_tokens": 1,  # A decode program less.
+  },
   "epochs": {"optimizer.policy.epochs": 2, "optimizer.value.epochs": 2},
   "mini_batches": {
     "optimizer.policy.mini_batch": BATCH // 2,
     "optimizer.value.mini_batch": BATCH // 4,
   },
-  "mesh": tiny_run.EIGHT_DEVICES,
+  "mesh": {
+    "mesh.data": 1,
+    "mesh.fsdp": 2,
+    "mesh.tensor": 2,
+    "optimizer.policy.micro_batch_size": 4,
+    "optimizer.value.micro_batch_size": 4,
+  },
   "reads_logprobs": {"value.reads_logprobs": True},
   "average": {"method.use": ("ppo_ewma",)},
   "kept_weights": {"method.use": ("kept_weights",)},
@@ -82,8 +91,8 @@ WITH_ALL = ("sft", "distill")
 CASES = [
   line.split()
   for line in """\
-cispo adapters streaming
 areal drafter kept_weights
+gspo dynamic_sampling first_groups frozen kept_weights
 tppo adapters average drafter window
 vapo average categorical curriculum drafter dynamic_sampling environment \
   epochs experts frozen lag mesh mini_batches reads_logprobs replay \
@@ -93,19 +102,17 @@ vc_ppo adapters categorical curriculum environment epochs experts \
   reward_model_start window
 vc_ppo categorical curriculum environment experts frozen mesh reads_logprobs \
   reward_model_start streaming
-gspo dynamic_sampling first_groups frozen kept_weights
-ppo_ewma adapters dynamic_sampling replay
 asyppo average first_groups frozen window
 sft adapters drafter epochs experts mesh mini_batches
 sft frozen
 distill adapters average curriculum drafter dynamic_sampling environment \
   epochs experts lag mesh mini_batches replay
 distill first_groups frozen
-distill streaming
+distill adapters streaming
 """.splitlines()
 ]
 # Methods that are not combined with features: 'sgpo' needs a profile, and
-# 'replay' and 'dart' are features.
+# 'replay', 'dart' and 'ppo_ewma' are features.
 # 'grpo', 'dr_grpo' and 'rloo' differ from 'mc_grpo', 'ppo' from 'vc_ppo' and
 # 'reinforce_pp_baseline' from 'reinforce_pp', in a few settings only
 # (method_configs_test.py).
@@ -113,7 +120,7 @@ distill streaming
 # adhint's hints and scope's repairs) in curricula_test.py, token losses and
 # mixed advantages in features_test.py, and teachers, probes and shared
 # responses in separate files.
-OTHERS = {"sgpo", "replay", "dart"}
+OTHERS = {"sgpo", "replay", "dart", "ppo_ewma"}
 OTHERS |= {"grpo", "dr_grpo", "rloo", "ppo", "reinforce_pp_baseline"}
 OTHERS |= {"dots", "dps", "gdro", "majority", "nudge", "xrpo"}
 OTHERS |= {"adhint", "dars", "scope", "arrol", "poise", "sapo"}
@@ -153,6 +160,10 @@ def make_config(model, method, *features):
     "data.prompts_per_step": prompts,
     "data.group_size": group,
     "eval.every": STEPS,
+    # As in a step, so that both use the same programs.
+    "eval.problems": prompts,
+    "eval.samples": group,
+    "sampler.parity_check_every": 0,  # Rows show a difference.
     "run.steps": STEPS,
     "run.samples_every": 0,
     "checkpoint.keep": STEPS + 1,
@@ -319,6 +330,8 @@ def check_schedules(run, workdir):
   """Checks that learning rates decay linearly to zero in the last step."""
   rows = tiny_run.comparable(workdir)
   assert [row["step"] for row in rows] == list(range(STEPS + 1))
+  # Sampler and trainer agree on the first responses.
+  assert rows[1].get("sampler_trainer/logprob_diff_max", 0) <= 1e-4
   for row in rows[1:]:
     assert all(map(np.isfinite, row.values())), row
     assert row["policy/skipped"] == row.get("value/skipped", 0) == 0
