@@ -13,16 +13,22 @@ PLAIN = {
   "estimator__name": "group",
   "value__pretrain_steps": 0,
   "run__steps": 4,
+  **tiny_run.EVALUATES_LIKE_A_STEP,
   "eval__every": 2,
   "optimizer__policy__micro_batch_size": 8,
   "optimizer__value__micro_batch_size": 8,
 }
 MESHES = {
-  "shared": {"mesh__data": 4},
-  # Four devices train, the other four generate.
-  "apart": {"mesh__data": 4, "sampler__mesh__data": 4},
+  "shared": {"mesh__data": 2},
+  # Two devices train, two others generate.
+  "apart": {"mesh__data": 2, "sampler__mesh__data": 2},
   # The same eight devices: sharded weights there, replicated weights here.
   "rearranged": {"mesh__data": 1, "mesh__fsdp": 8, "sampler__mesh__data": 8},
+}
+# The sampler has quantized copies of the weights, too.
+MESHES["drafting"] = MESHES["apart"] | {
+  "sampler__drafter": "quantized_copy",
+  "sampler__num_draft_tokens": 1,
 }
 
 

@@ -28,6 +28,9 @@ EIGHT_DEVICES = {
   "optimizer__value__micro_batch_size": 4,
 }
 
+# Evaluations sample groups as large as a step's, with the same programs.
+EVALUATES_LIKE_A_STEP = {"eval__samples": 4, "eval__problems": 8}
+
 
 def model_config() -> models.ModelConfig:
   """Returns a config of 2 layers of width 32 with chain_sum's alphabet."""

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import tempered, tiny_mesh_run, tiny_run
-from helpers.tiny_mesh_run import MESHES, PLAIN, recorded
+from helpers.tiny_mesh_run import PLAIN, recorded
 from helpers.tiny_run import with_config
 
 from jaxrl_llm import metrics, sharding
@@ -52,8 +52,9 @@ def device_ids(tree):
 
 @pytest.mark.slow
 class TestRuns:
-  def test_the_same_tokens_as_on_one_mesh(self, written):
-    _, ours = written("rearranged")
+  @pytest.mark.parametrize("name", ["rearranged", "drafting"])
+  def test_the_same_tokens_as_on_one_mesh(self, written, name):
+    _, ours = written(name)
     _, wanted = written("shared")
     assert len(ours) == len(wanted) == 4 + 3  # Steps and evaluations.
     for mine, his in zip(ours, wanted):
@@ -62,8 +63,8 @@ class TestRuns:
   @pytest.mark.parametrize(
     ("name", "trains", "writes"),
     [
-      ("shared", range(4), range(4)),
-      ("apart", range(4), range(4, 8)),
+      ("shared", range(2), range(2)),
+      ("apart", range(2), range(2, 4)),
       ("rearranged", range(8), range(8)),
     ],
   )
@@ -91,76 +92,78 @@ class TestRuns:
 
 
 # Settings that move further state between sampler and trainer.
-WINDOWS = {
+MOVING = {
   "estimator__name": "gae",
-  "schedule__window": 5,
   "value__pretrain_steps": 2,
+  "schedule__window": 5,
+  "schedule__stop": "first_groups",
+  "loss__kl_coefficient": 0.1,
+  "method__use": ("ppo_ewma", tempered.SLIGHTLY),
 }
-KINDS = {
-  "windows of first groups, temperature by entropy": WINDOWS
-  | {"schedule__stop": "first_groups", "method__use": (tempered.METHOD,)},
-  "drafts, reference and average": {
-    "sampler__drafter": "quantized_copy",
-    "loss__kl_coefficient": 0.1,
-    "method__use": ("ppo_ewma",),
-  },
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_run_goes_apart(model, tmp_path, kind):
-  runs = []
-  for name in ("shared", "apart"):
-    changes = {"run__steps": 3, "eval__every": 3}
-    changes = PLAIN | MESHES[name] | KINDS[kind] | changes
-    run = build.make_run(tiny_run.make_config(model, **changes))
-    # The second half is a resumed run.
-    with recorded(run) as rollouts:
-      for steps in (2, 3):
-        loop.train(with_config(run, run__steps=steps), tmp_path / name)
-    rows = tiny_run.comparable(tmp_path / name)
-    for row in rows:
-      row.pop("sampler_trainer/parity_error", None)
-    runs.append((rows, rollouts))
-  (rows, rollouts), (wanted_rows, wanted) = runs
-  assert rows == wanted_rows and len(rows) == 4
-  chex.assert_trees_all_equal(rollouts, wanted)
-
-
 ONE = {"mesh__data": 1}
+APART = {"mesh__data": 1, "sampler__mesh__data": 1}
 EIGHT = {"mesh__fsdp": 2, "mesh__context": 2, "mesh__tensor": 2}
 
 
 @pytest.mark.slow
-def test_a_windowed_run_goes_on_with_other_devices(model, tmp_path):
-  """Unfinished responses, critic and prompts move to 8 devices and back."""
-  changes = PLAIN | WINDOWS | {"run__steps": 6, "eval__every": 6}
-  one, eight = (
-    build.make_run(tiny_run.make_config(model, **changes | mesh))
-    for mesh in (ONE, EIGHT)
-  )
-  with recorded(one) as wanted:
-    loop.train(one, tmp_path / "whole")
-  found = []
-  for mesh, steps in ((one, 2), (eight, 4), (one, 6)):
-    with recorded(mesh) as written:
-      loop.train(with_config(mesh, run__steps=steps), tmp_path / "moved")
-    # The uninterrupted run has only the last of the final evaluations.
-    found += written if steps == 6 else written[:-1]
-  assert len(found) == len(wanted)
-  for mine, his in zip(found, wanted):
-    fields = "tokens", "lengths", "version", "status", "example_id"
-    assert_same_responses(mine, his, *fields)
+class TestMovingState:
+  """Unfinished responses, critic, averages and prompts change devices."""
+
+  STEPS = 4
+
+  @pytest.fixture(scope="class")
+  def run(self, model):
+    """(mesh) -> a run on it, built once."""
+
+    @functools.cache
+    def make(**mesh):
+      changes = (
+        PLAIN | MOVING | {"run__steps": self.STEPS, "eval__every": self.STEPS}
+      )
+      return build.make_run(tiny_run.make_config(model, **changes | mesh))
+
+    return lambda mesh: make(**mesh)
+
+  @pytest.fixture(scope="class")
+  def whole(self, run, tmp_path_factory):
+    """The rows and rollouts of an uninterrupted run on one device."""
+    return self.train(run, tmp_path_factory.mktemp("whole"), (ONE, self.STEPS))
+
+  def train(self, run, folder, *parts):
+    """Trains on each mesh up to its step; returns rows and rollouts."""
+    found = []
+    for mesh, steps in parts:
+      with recorded(run(mesh)) as written:
+        loop.train(with_config(run(mesh), run__steps=steps), folder)
+      # An uninterrupted run has only the last of the final evaluations.
+      found += written if steps == self.STEPS else written[:-1]
+    return tiny_run.comparable(folder), found
+
+  def test_apart_it_is_the_same_run(self, run, whole, tmp_path):
+    rows, found = self.train(run, tmp_path, (APART, 2), (APART, 4))
+    for row in (*rows, *whole[0]):
+      row.pop("sampler_trainer/parity_error", None)
+    assert rows[2].keys() > whole[0][2].keys()  # It was evaluated.
+    rows[2] = {name: rows[2][name] for name in whole[0][2]}
+    assert rows == whole[0] and len(rows) == self.STEPS + 1
+    chex.assert_trees_all_equal(found, whole[1])
+
+  def test_it_goes_on_with_other_devices(self, run, whole, tmp_path):
+    _, found = self.train(run, tmp_path, (ONE, 2), (EIGHT, 3), (ONE, 4))
+    assert len(found) == len(whole[1])
+    for mine, his in zip(found, whole[1]):
+      fields = "tokens", "lengths", "version", "status", "example_id"
+      assert_same_responses(mine, his, *fields)
 
 
 class TestDescribe:
   def test_says_where_each_side_is(self, make_run):
     shared, apart, rearranged = (
-      "\n".join(summary.describe(make_run(name))) for name in MESHES
+      "\n".join(summary.describe(make_run(name)))
+      for name in ("shared", "apart", "rearranged")
     )
-    assert "sampler  4 cpu (data=4), devices 0 to 3, each holds" in shared
-    assert "sampler  4 cpu (data=4), devices 4 to 7, each holds" in apart
+    assert "sampler  2 cpu (data=2), devices 0 to 1, each holds" in shared
+    assert "sampler  2 cpu (data=2), devices 2 to 3, each holds" in apart
     assert "trainer  8 cpu (fsdp=8), devices 0 to 7, each holds" in rearranged
     assert "sampler  8 cpu (data=8), devices 0 to 7, each holds" in rearranged
     with_trainer = "shared with the trainer"
