@@ -1,4 +1,4 @@
-"""Two processes of four devices train like one of eight."""
+"""Several processes train like one that has all of their devices."""
 
 import pathlib
 import shutil
@@ -121,9 +121,9 @@ def test_two_train_as_one_though_stopped_and_killed(model, tmp_path):
   """One of two gets a signal, one of the next two dies; one process resumes."""
   steps = 2 * _STEPS
   settings = {
+    **tiny_run.EVALUATES_LIKE_A_STEP,
     "mesh__data": 2,
     "mesh__fsdp": 2,
-    "mesh__tensor": 2,
     "optimizer__policy__micro_batch_size": 4,
     "optimizer__value__micro_batch_size": 4,
     "eval__every": 2,
@@ -137,7 +137,7 @@ def test_two_train_as_one_though_stopped_and_killed(model, tmp_path):
     "scripts/train.py",
     *tiny_run.flags(model, folder, **settings),
     count=2,
-    devices=4,
+    devices=2,
     folder=tmp_path,
     patience_s=10,
   )
@@ -170,10 +170,13 @@ def test_two_train_as_one_though_stopped_and_killed(model, tmp_path):
 
 RUNS = {
   "a lag, windows, a drafter, a calculator and a repeated step": {
+    # A process for each device: both sides are sharded over two of them.
+    "mesh.data": 1,
+    "sampler.mesh.tensor": 1,
     "schedule__lag": 1,
     "schedule__window": 5,
     "sampler__drafter": "prompt_lookup",
-    "sampler__num_draft_tokens": 2,
+    "sampler__num_draft_tokens": 1,
     "environment__name": "calculator",
     "environment__max_turns": 3,
     "sampler__stop": ("=",),
@@ -197,13 +200,14 @@ def test_learner_and_sampler_in_processes_of_their_own(
 ):
   settings = {
     **_APART,
+    **tiny_run.EVALUATES_LIKE_A_STEP,
     "optimizer__policy__micro_batch_size": 4,
     "optimizer__value__micro_batch_size": 4,
     "value__pretrain_steps": 0,
     "run__steps": _STEPS,
     **RUNS[features],
   }
-  devices = 8 if "schedule__lag" in settings else 2
+  devices = 4 if "schedule__lag" in settings else 2
   alone = lambda: build.make_run(tiny_run.make_config(model, **settings))
   loop.train(alone(), tmp_path / "alone")
   start = lambda count: processes.start(
