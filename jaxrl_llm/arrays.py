@@ -26,7 +26,7 @@ def of_equal_shape(
     A decorator. Calls raise ValueError if a shape differs.
   """
 
-  def decorate(function):
+  def decorate(function: Callable[P, R]):
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -34,7 +34,7 @@ def of_equal_shape(
       bound = signature.bind(*args, **kwargs)
       given = bound.arguments
 
-      def take(some, shape, of):
+      def take(some: Sequence[str], shape: tuple[int, ...], of: str):
         arrays = {k: given[k] for k in some if given.get(k) is not None}
         given.update(zip(arrays, of_shape(shape, of, **arrays)))
 

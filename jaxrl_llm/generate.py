@@ -114,7 +114,9 @@ class Generation:
     rows = ended(rollout).nonzero()[0]
     return [self._record(rollout, row, talks) for row in rows]
 
-  def _record(self, rollout, row: int, talks: Conversations) -> dict[str, Any]:
+  def _record(
+    self, rollout: Rollout, row: int, talks: Conversations
+  ) -> dict[str, Any]:
     prompt, sample = divmod(int(rollout.sample_id[row]), MAX_SAMPLES)
     length = rollout.lengths[row]
     tokens = rollout.tokens[row, :length].tolist()
@@ -189,7 +191,7 @@ def write(
   """
   reasons = collections.Counter()
 
-  def rule(view):
+  def rule(view: rules.SchedulerView):
     progress.report(int(view.ended.sum()), int(view.lengths.sum()))
     if halted():
       return rules.Decision(halt=True)
@@ -233,7 +235,9 @@ def resume(
   return done
 
 
-def _identify(line, where, prompts, settings) -> Place:
+def _identify(
+  line: bytes, where: str, prompts: Sequence[Prompt], settings: str
+) -> Place:
   """Returns the indices of a line's sample; checks its prompt and settings."""
   record = parse_object(line.decode("utf-8", "replace"), where)
   prompt, sample = (record.get(key) for key in _AT)

@@ -131,7 +131,7 @@ class _Inert:
   """Placeholder for any object in a pickle; it only holds the data."""
 
   def __init__(self, *args: Any):
-    del args
+    """Takes what the pickle gives, and does nothing with it."""
 
   def __setstate__(self, state: Any) -> None:
     self.state = state
@@ -155,7 +155,7 @@ def _load(file: Any) -> Any:
   return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def _read_dcp(folder, config, outputs) -> Arrays:
+def _read_dcp(folder: pathlib.Path, *_: Any) -> Arrays:
   pickled = io.BytesIO((folder / _METADATA).read_bytes())
   metadata, found = _Unpickler(pickled).load().state, {}
   for index, place in metadata["storage_data"].items():
@@ -173,7 +173,9 @@ def _read_dcp(folder, config, outputs) -> Arrays:
   return found
 
 
-def _read_trl(folder, config, outputs) -> Arrays:
+def _read_trl(
+  folder: pathlib.Path, config: ModelConfig, outputs: int | None
+) -> Arrays:
   if hf.read_config(folder) != config:
     raise InputError(f"{folder}: its model has another configuration")
   if not (folder / _OPTIMIZER).is_file():
@@ -192,7 +194,9 @@ def _read_trl(folder, config, outputs) -> Arrays:
   }
 
 
-def _make(config, outputs, num_groups=2, **adamw) -> tuple[Any, dict, Any]:
+def _make(
+  config: ModelConfig, outputs: int | None, num_groups: int = 2, **adamw
+) -> tuple[Any, dict, Any]:
   """Makes a transformers model, its parameters by name, and torch's AdamW.
 
   Values are not initialised. The optimizer numbers parameters in the order of
@@ -219,7 +223,13 @@ def _make(config, outputs, num_groups=2, **adamw) -> tuple[Any, dict, Any]:
   return model, params, torch.optim.AdamW(groups[:num_groups], **adamw)
 
 
-def _make_trained(config, outputs, arrays, step, adamw) -> tuple[Any, Any]:
+def _make_trained(
+  config: ModelConfig,
+  outputs: int | None,
+  arrays: Arrays,
+  step: int,
+  adamw: dict[str, Any],
+) -> tuple[Any, Any]:
   """Makes a transformers model and its optimizer with a given state."""
   import torch
 
@@ -254,7 +264,9 @@ def _write_trl(out: pathlib.Path, *state: Any) -> None:
   trained.save_to_json(out / "trainer_state.json")
 
 
-def _tunix_keys(config, outputs, adam) -> Iterator[tuple[Any, ...]]:
+def _tunix_keys(
+  config: ModelConfig, outputs: int | None, adam: str
+) -> Iterator[tuple[Any, ...]]:
   """Yields how Tunix stores each array; AdamW's arrays are below a prefix.
 
   Each tuple has the key, the path in Tunix, the shapes here and in Tunix, and
@@ -281,7 +293,9 @@ def _tunix_keys(config, outputs, adam) -> Iterator[tuple[Any, ...]]:
     yield f"{name}.exp_avg_sq", f"{adam}nu.{path}", own, shape, transposed
 
 
-def _read_tunix(folder, config, outputs) -> Arrays:
+def _read_tunix(
+  folder: pathlib.Path, config: ModelConfig, outputs: int | None
+) -> Arrays:
   flat, end = {}, "mu.embedder.input_embedding"
   for item in _ITEMS:
     tree = trees_lib.load_item(folder / item)
@@ -298,8 +312,14 @@ def _read_tunix(folder, config, outputs) -> Arrays:
   return found | {key: array for key, array in flat.items() if array.shape}
 
 
-def _write_tunix(out, config, outputs, arrays, step, adamw) -> None:
-  del adamw
+def _write_tunix(
+  out: pathlib.Path,
+  config: ModelConfig,
+  outputs: int | None,
+  arrays: Arrays,
+  step: int,
+  adamw: dict[str, Any],
+) -> None:
   # As in Tunix's examples: optax.chain(clip_by_global_norm(...),
   # adamw(schedule)).
   adam, params, count = "opt_state.1.0.", {}, np.int32(step)

@@ -93,7 +93,9 @@ class Checkpointer:
       saving.set_exception(error)
     self._saving = step, saving
 
-  def _start(self, step, trees, metadata) -> concurrent.futures.Future:
+  def _start(
+    self, step: int, trees: Mapping[str, Any], metadata: Mapping[str, Any]
+  ) -> concurrent.futures.Future:
     folder = self.directory / str(step)
     size = commit.num_bytes(trees)
     free = processes.of_first(lambda: shutil.disk_usage(self.directory).free)
@@ -112,7 +114,13 @@ class Checkpointer:
     record = {"step": step, "bytes": size, **metadata}
     return self._thread.submit(self._finish, folder, leaves, checksums, record)
 
-  def _finish(self, folder, leaves, checksums, record) -> None:
+  def _finish(
+    self,
+    folder: pathlib.Path,
+    leaves: Mapping[str, Any],
+    checksums: digest.Checksums,
+    record: Mapping[str, Any],
+  ) -> None:
     if self._orbax is not None:
       self._orbax.wait_until_finished()
     if not processes.is_first():

@@ -69,7 +69,7 @@ def targets(
   is_shape = lambda x: set(x) == {"shape", "dtype"}
   found = {}
 
-  def target(x):
+  def target(x: Any):
     placed = isinstance(x, jax.ShapeDtypeStruct)
     return x if placed else on_host(x.shape, x.dtype)
 
@@ -99,7 +99,7 @@ def from_items(
 ) -> dict[str, Any]:
   """Builds states from their parts; arguments as in `targets`."""
 
-  def read(path, part):
+  def read(path: str, part: Any):
     if isinstance(part, type):
       tree = trees.get(path)
       return None if tree is None else _from_dict(part, jax.device_get(tree))
@@ -115,7 +115,7 @@ def _parts(states: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the parts of states by path."""
   parts = {}
 
-  def collect(path, part):
+  def collect(path: str, part: Any):
     parts[path] = part
 
   for name, state in states.items():

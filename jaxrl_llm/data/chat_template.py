@@ -46,7 +46,6 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 @functools.cache
 def _worker(process: int) -> Worker:
   """Returns the worker of this process, not one that a fork has inherited."""
-  del process
   return Worker(serve)  # Ends when this process, and so its input, ends.
 
 

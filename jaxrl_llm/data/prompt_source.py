@@ -326,7 +326,6 @@ class PromptSource:
       responses: all judged responses, each of them once, including those that
         dynamic sampling discarded and those to the prompts of `again`.
     """
-    del responses
     return state
 
   def again(
@@ -343,7 +342,6 @@ class PromptSource:
       judged: the step's responses with prompts, texts and verdicts (a
         `rewards.judge.Judged`), including those that dynamic sampling discards.
     """
-    del judged
     return [], state
 
   @functools.cached_property
@@ -416,7 +414,6 @@ class PromptSource:
 
   def example(self, example_id: int, group_id: int) -> Example:
     """Returns the example in a row of the data, as used for one draw."""
-    del group_id
     return self._source[example_id]
 
   def prompt(self, example_id: int, group_id: int) -> Prompt | None:

@@ -79,4 +79,3 @@ class Replay:
       store: the stored responses.
       batch: judged responses of complete groups.
     """
-    del store, batch

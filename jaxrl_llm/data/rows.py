@@ -166,7 +166,7 @@ def _read_parquet(data: bytes, name: str) -> list[dict[str, Any]]:
 def plain(record: Any) -> Any:
   """Converts a record to JSON values: bytes to text, NaN and inf to None."""
 
-  def default(value):
+  def default(value: Any):
     if isinstance(value, bytes):
       return value.decode("utf-8", errors="replace")
     return value.tolist() if hasattr(value, "tolist") else str(value)

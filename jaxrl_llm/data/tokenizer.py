@@ -333,7 +333,7 @@ class Tokenizer:
     unused = (chr(c) for c in _PRIVATE_USE if chr(c) not in taken)
     disguise = dict(zip(self._special, unused))
 
-    def hide(value):
+    def hide(value: Any):
       if isinstance(value, str):
         return self._spelling.sub(lambda x: disguise[x[0]], value)
       if isinstance(value, list):

@@ -152,7 +152,9 @@ def _scan_returns(
   values = jnp.asarray(values, jnp.float32)
   weight = _weight_at_next(_time_last(lambda_, values.shape), mask)
 
-  def block(start, size, estimate, output):
+  def block(
+    start: chex.Numeric, size: int, estimate: jax.Array, output: jax.Array
+  ):
     r, v, m, w = (
       _window(x, start, size) for x in (rewards, values, mask, weight)
     )
@@ -186,7 +188,7 @@ def _affine_scan(
 ) -> jax.Array:
   """Solves u_t = decay_t · u_{t+1} + gain_t from u_T = last; [..., T]."""
 
-  def step(following, coefficients):
+  def step(following: jax.Array, coefficients: tuple[jax.Array, ...]):
     current = coefficients[0] * following + coefficients[1]
     return current, current
 

@@ -244,7 +244,7 @@ def _sum_of_others(x: jax.Array, groups: jax.Array) -> jax.Array:
   would lose all precision where one row dominates its group.
   """
 
-  def step(total, row):
+  def step(total: jax.Array, row: tuple[jax.Array, ...]):
     edge, own = row
     total = jnp.where(edge, 0.0, total)
     return total + own, total
@@ -262,14 +262,14 @@ def _sum_of_others(x: jax.Array, groups: jax.Array) -> jax.Array:
 def _of_group(groups: jax.Array, num_groups: int) -> Callable[..., jax.Array]:
   """Returns (segment reduction, x [B]) -> result for each row's group, [B]."""
 
-  def of(reduce, x):
+  def of(reduce: Callable[..., jax.Array], x: jax.Array):
     per_group = reduce(x, groups, num_segments=num_groups)
     return per_group.at[groups].get(mode="fill", fill_value=0.0)
 
   return of
 
 
-def _above_least(rewards, of):
+def _above_least(rewards: jax.Array, of: Callable[..., jax.Array]):
   """Returns R_i - smallest of the group; exactly 0 if all rewards are equal.
 
   Without this the mean of equal rewards is rounded, and dividing by the tiny
@@ -278,14 +278,14 @@ def _above_least(rewards, of):
   return rewards - of(masked.segment_min, rewards)
 
 
-def _leave_one_out(rewards, of):
+def _leave_one_out(rewards: jax.Array, of: Callable[..., jax.Array]):
   """Returns R_i - mean of the others, G/(G-1) (R_i - mean of all)."""
   count = of(masked.segment_sum, jnp.ones_like(rewards))
   factor = count / jnp.maximum(count - 1.0, 1.0)
   return factor * CENTERS["mean"](rewards, of)
 
 
-def _mad(rewards, of):
+def _mad(rewards: jax.Array, of: Callable[..., jax.Array]):
   """Returns the median of |R - median|."""
   distance = jnp.abs(CENTERS["median"](rewards, of))
   return of(masked.segment_median, distance)

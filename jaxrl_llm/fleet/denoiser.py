@@ -43,18 +43,18 @@ def fit(
   params = jax.vmap(_init)(jax.random.split(first, len(data)))
   transform = optax.adam(1e-2)
 
-  def loss(params, x, key):
+  def loss(params: _Params, x: jax.Array, key: chex.PRNGKey):
     mean, log_var = _encode(params, x)
     noise = jax.random.normal(key, mean.shape)
     decoded = _decode(params, mean + jnp.exp(0.5 * log_var) * noise)
     kl = 0.5 * (jnp.exp(log_var) + mean**2 - 1 - log_var).sum(-1)
     return jnp.mean((decoded - x) ** 2) + 1e-3 * kl.mean()
 
-  def total(params, x, keys):
+  def total(params: _Params, x: jax.Array, keys: chex.PRNGKey):
     return jax.vmap(loss)(params, x, keys).sum()
 
   @jax.jit
-  def update(carry, key):
+  def update(carry: tuple[Any, ...], key: chex.PRNGKey):
     params, state = carry
     drawn, noise = jax.random.split(key)
     rows = jax.random.randint(drawn, (batch,), 0, data.shape[1])
@@ -150,7 +150,7 @@ def _decode(params: _Params, latent: jax.Array) -> jax.Array:
 def _lstm(weights: _Params, inputs: jax.Array) -> jax.Array:
   """Returns the hidden states [8, N, hidden] of inputs [8, N, D]."""
 
-  def step(carry, x):
+  def step(carry: tuple[Any, ...], x: jax.Array):
     hidden, cell = carry
     gates = x @ weights["in"] + hidden @ weights["hidden"]
     i, f, g, o = jnp.split(gates, 4, axis=-1)

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.fleet.alarm import Alarm, slow_hosts
-from jaxrl_llm.fleet.reports import read_reports
+from jaxrl_llm.fleet.reports import Reports, read_reports
 
 _SAMPLES = "samples"  # Subfolder of `hosts`.
 _HOLD = 4  # Consecutive samples that make a host suspect.
@@ -58,16 +58,20 @@ def suspects(folder: pathlib.Path, every_s: float) -> dict[str, Alarm]:
     # Scaled, as `slow_hosts` ignores values below a twentieth of a step.
     x = every_s / 20 * np.array(x) / [*_SHARES.values()]
     took = np.full(x.shape[:2], every_s)
-    found += _slow(samples, x, took, [*_SHARES], hold_s)
+    found += _slow(samples, (x, took, [*_SHARES]), hold_s)
   with contextlib.suppress(InputError, OSError):
     steps = read_reports(folder, tail=_TAIL)
-    found += _slow(steps, *steps.phases(), hold_s)
+    found += _slow(steps, steps.phases(), hold_s)
   return dict(reversed(found))
 
 
-def _slow(reports, x, took, metrics, hold_s) -> list[tuple[str, Alarm]]:
+def _slow(
+  reports: Reports,
+  phases: tuple[np.ndarray, np.ndarray, list[str]],
+  hold_s: float,
+) -> list[tuple[str, Alarm]]:
   """Returns `slow_hosts` with names of hosts and metrics, in Unix seconds."""
-  found = []
+  (x, took, metrics), found = phases, []
   for alarm in slow_hosts(x, took, roles=reports.roles, hold_s=hold_s):
     name, rows = list(reports.hosts.items())[alarm.host]
     end, metric = rows[-1]["time"], metrics[alarm.metric]

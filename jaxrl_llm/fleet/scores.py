@@ -84,7 +84,9 @@ def median_scores(x: np.ndarray) -> np.ndarray:
   return np.stack([_scores(x[..., k], spread) for k in range(x.shape[2])], -1)
 
 
-def residuals(x: np.ndarray, first, floor) -> np.ndarray:
+def residuals(
+  x: np.ndarray, first: np.ndarray, floor: np.ndarray
+) -> np.ndarray:
   """Returns deviations from the median host beyond the usual ones.
 
   Healthy hosts differ permanently, by dozens of standard deviations of a
@@ -192,7 +194,9 @@ def _kept(score: np.ndarray, idle: np.ndarray) -> np.ndarray:
   return score.astype(np.float32)
 
 
-def _level(residual, first, least, spread) -> np.ndarray:
+def _level(
+  residual: np.ndarray, first: np.ndarray, least: np.ndarray, spread: float
+) -> np.ndarray:
   """Scores displaced levels, [H, S] -> [T, H]."""
   size = np.abs(residual)
   noise = max(np.median(size), np.median(size[:, first]))  # Idle or not.
@@ -207,7 +211,9 @@ def _level(residual, first, least, spread) -> np.ndarray:
   return np.clip(2 * outside, size / 8, size) / np.maximum(noise, apart)
 
 
-def _activity(steps, first, still, spread) -> np.ndarray:
+def _activity(
+  steps: np.ndarray, first: np.ndarray, still: float, spread: float
+) -> np.ndarray:
   """Scores metrics that become still or restless, [H, S] -> [T, H].
 
   The score is the change of the log of the mean step between seconds; a metric

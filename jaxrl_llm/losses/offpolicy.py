@@ -334,7 +334,7 @@ def ewma_update(
   kept = decay * jnp.asarray(weight, jnp.float32)
   total = kept + 1.0
 
-  def step(old, new):
+  def step(old: jax.Array, new: jax.Array):
     mixed = (kept / total) * old + (1.0 / total) * new
     return mixed.astype(jnp.result_type(old))
 

@@ -357,7 +357,7 @@ def mean_over_sequence(
     return jnp.broadcast_to(mean, x.shape)
   length = x.shape[-1]
 
-  def row(x, mask, segments):
+  def row(x: jax.Array, mask: jax.Array, segments: jax.Array):
     own = jnp.where(mask, segments, -1)
     mean = masked.segment_mean(x, own, num_segments=length + 1)
     return mean[segments]

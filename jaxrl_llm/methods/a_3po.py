@@ -14,15 +14,17 @@ Reference: A-3PO 2025, arXiv:2512.06547.
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrl_llm import losses
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Algorithm, Part, Settings, core, part
 
 
-def interpolation_share(version, policy_mask, update_version) -> jax.Array:
+def interpolation_share(
+  version: Array, policy_mask: Array, update_version: Array
+) -> Array:
   """Weight of the current policy in each token's proximal policy, [B, T].
 
   The proximal policy is the policy at the start of the update, even if it
@@ -39,7 +41,12 @@ def make_loss(settings: Mapping[str, Any]) -> Part:
   """Returns PPO's surrogate around π_prox, weighted by π_prox / π_behav."""
   decoupled = part(losses.decoupled_policy_loss, settings).fn
 
-  def loss(logprobs, behavior_logprobs, advantages, interpolation_share):
+  def loss(
+    logprobs: Array,
+    behavior_logprobs: Array,
+    advantages: Array,
+    interpolation_share: Array,
+  ):
     proximal_logprobs = losses.mixed_logprobs(
       logprobs, behavior_logprobs, interpolation_share
     )

@@ -18,13 +18,14 @@ factor are choices of this library.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrl_llm.data.curriculum import results_of
-from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Algorithm, Settings, part, then
+from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.types import Origin
 
 
@@ -48,7 +49,7 @@ class Hints(PromptSource):
     """Returns the fraction of the solution given at an accuracy of p."""
     return (self._most - self._least) * (1 - p) + self._least
 
-  def again(self, state, judged):
+  def again(self, state: PromptSourceState, judged: Judged):
     seen, prompts = results_of(judged.responses), []
     for i, p in zip(seen.prompts.tolist(), seen.rate.tolist()):
       if p >= self._enough:
@@ -66,11 +67,13 @@ class Hints(PromptSource):
     return prompts, state.replace(drawn=state.drawn + len(prompts))
 
 
-def hinted(advantages, origin, correct, judged) -> jax.Array:
+def hinted(
+  advantages: Array, origin: Array, correct: Array, judged: Array
+) -> Array:
   """Group advantages, scaled by the accuracy gain of hints, [B, T]."""
   given = origin[:, 0] == int(Origin.FOREIGN)
 
-  def accuracy(rows):
+  def accuracy(rows: Array):
     rows = rows & judged
     return jnp.sum(correct & rows) / jnp.maximum(jnp.sum(rows), 1)
 
@@ -96,7 +99,6 @@ def adhint(
     least: Fraction of a solution given at an accuracy of 1.
     enough: Accuracy from which a prompt gets no hint.
   """
-  del s
   return algorithm.change(
     advantages=then(algorithm.advantages, part(hinted)),
     prompts=Hints,

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.learner import Algorithm, Part, Settings, part
@@ -30,13 +31,13 @@ NAMES = ("first", "second")
 def make(fns: ValueFns) -> ValueFns:
   """Makes an ensemble of two critics; parameters are nested by `NAMES`."""
 
-  def init(key):
+  def init(key: Array):
     return dict(zip(NAMES, map(fns.init, jax.random.split(key))))
 
-  def from_policy(params):
+  def from_policy(params: Any):
     return {name: fns.from_policy(params) for name in NAMES}
 
-  def outputs(params, packed: PackedRows, load=None):
+  def outputs(params: Any, packed: PackedRows, load: Any = None):
     loads = [None] * len(NAMES) if load is None else load
     each = [
       fns.outputs(_one(params, name), packed, of)
@@ -53,7 +54,7 @@ def make(fns: ValueFns) -> ValueFns:
       aux[key] = reduce(aux[key], axis=0)
     return spread | {"of_critics": each}, aux
 
-  def load(params, packed: PackedRows):
+  def load(params: Any, packed: PackedRows):
     return [fns.load(_one(params, name), packed) for name in NAMES]
 
   return fns._replace(
@@ -73,7 +74,7 @@ def _one(params: Any, name: str) -> Any:
   return Params(params.base.get(name, params.base), params.trained[name])
 
 
-def second_half(example_id: jax.Array) -> jax.Array:
+def second_half(example_id: Array) -> Array:
   """float32 [B]: 1 if the prompt trains the second critic, else 0."""
   return (example_id % 2).astype(jnp.float32)
 
@@ -82,8 +83,8 @@ def on_own_half(loss: Part) -> Part:
   """Makes the loss of two critics from the loss of one."""
   given = [name for name in loss.reads if name not in OF_THE_UPDATE]
 
-  def fn(of_critics, second_half, *arrays):
-    def own(x):
+  def fn(of_critics: dict[str, Array], second_half: Array, *arrays):
+    def own(x: Array):
       axes = tuple(range(second_half.ndim, x.ndim - 1))
       return jnp.where(jnp.expand_dims(second_half, axes) > 0.5, x[1], x[0])
 
@@ -93,8 +94,8 @@ def on_own_half(loss: Part) -> Part:
 
 
 def without_agreement(
-  mask: jax.Array, disagreement: jax.Array, *, agree_share: float
-) -> jax.Array:
+  mask: Array, disagreement: Array, *, agree_share: float
+) -> Array:
   """Masks the tokens with the least disagreement; keeps ties."""
   known = jnp.where(mask, disagreement, jnp.nan)
   return mask & (disagreement >= jnp.nanquantile(known, agree_share))

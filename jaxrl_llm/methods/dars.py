@@ -16,12 +16,13 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
+from jax import Array
 
 from jaxrl_llm.data.curriculum import results_of
-from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.errors import check_choice
 from jaxrl_llm.learner import Algorithm, Settings, estimates, part
+from jaxrl_llm.rewards.judge import Judged
 
 # Name -> (p -> factor of the signal, maximum responses as a multiple of n).
 _SIGNALS = {"equal": (lambda p: 1.0, 4), "hard": (lambda p: 2 * (1 - p), 8)}
@@ -46,7 +47,7 @@ class Dars(PromptSource):
     super().__init__(*args, **settings)
     self._signal = signal
 
-  def again(self, state, judged):
+  def again(self, state: PromptSourceState, judged: Judged):
     seen, prompts = results_of(judged.responses), []
     for i, *counts in zip(*(x.tolist() for x in seen)):
       if more := more_tries(*counts, self._signal):
@@ -55,7 +56,9 @@ class Dars(PromptSource):
     return prompts, state.replace(drawn=state.drawn + len(prompts))
 
 
-def by_example(token_rewards, mask, example_id, judged) -> jax.Array:
+def by_example(
+  token_rewards: Array, mask: Array, example_id: Array, judged: Array
+) -> Array:
   """Rewards minus their mean over all responses to a prompt, [B, T].
 
   Unlike the mean of a group, it includes all draws of the prompt in a step.
@@ -76,7 +79,6 @@ def dars(
     signal: Expected signal of a hard prompt: 'equal' to that of a prompt with
       p = 1/2, or 'hard', larger.
   """
-  del s
   check_choice("signal", signal, _SIGNALS)
   return algorithm.change(
     advantages=part(by_example),

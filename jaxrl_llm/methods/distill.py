@@ -34,7 +34,6 @@ def distill(
   Raises:
     InputError: There is no teacher.
   """
-  del s
   paths = [path for path in teachers.split(",") if path]
   if not paths:
     raise InputError(

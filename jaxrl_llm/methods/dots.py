@@ -19,6 +19,7 @@ import numpy as np
 from jaxrl_llm.data.curriculum import Curriculum, results_of
 from jaxrl_llm.errors import check_number
 from jaxrl_llm.learner import Algorithm, Settings
+from jaxrl_llm.types import Responses
 
 
 @chex.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class TargetRate(Curriculum):
     far = np.abs(state.rate - self._target)
     return rng.gumbel(size=far.size) - far / self._tau
 
-  def observe(self, state: Rates, responses) -> Rates:
+  def observe(self, state: Rates, responses: Responses) -> Rates:
     seen, rate = results_of(responses), state.rate.copy()
     rate[seen.prompts] += 0.5 * (seen.rate - rate[seen.prompts])
     return state.replace(rate=rate)
@@ -67,7 +68,6 @@ def dots(
     tau: Temperature of the preference, in units of the solve rate.
     explore: Expected fraction of prompts that are drawn uniformly.
   """
-  del s
   check_number("tau", tau, "(0, inf)")
   check_number("explore", explore, "[0, 1]")
   settings = {"target": target, "tau": tau, "explore": explore}

@@ -60,7 +60,14 @@ def dppo_kl_loss(
   return _loss(logprobs, old_logprobs, advantages, divergence, delta, cap)
 
 
-def _loss(logprobs, old_logprobs, advantages, divergence, delta, cap):
+def _loss(
+  logprobs: chex.Array,
+  old_logprobs: chex.Array,
+  advantages: chex.Array,
+  divergence: chex.Array,
+  delta: chex.Numeric,
+  cap: chex.Numeric,
+):
   """Rejects tokens beyond delta that the update would move further away."""
   away = advantages * (logprobs - old_logprobs) > 0
   return losses.rejection_policy_loss(
@@ -89,7 +96,6 @@ def dppo(
       0.2 for 'tv' and 0.05 for 'kl'.
     cap: Largest importance weight.
   """
-  del s
   check_choice("divergence", divergence, LOSSES)
   bounds = {"cap": cap} if delta is None else {"cap": cap, "delta": delta}
   loss = part(LOSSES[divergence], bounds, old_logprobs="proximal_logprobs")

@@ -18,6 +18,7 @@ import numpy as np
 from jaxrl_llm.data.curriculum import Curriculum, results_of
 from jaxrl_llm.errors import check_number
 from jaxrl_llm.learner import Algorithm, Settings
+from jaxrl_llm.types import Responses
 
 _MIXED = 1  # The outcomes of a group are none, some (mixed) and all.
 
@@ -31,7 +32,12 @@ class Belief:
   counts: np.ndarray  # float32 [3, 3], transitions to <- from.
 
 
-def transition(belief, counts, prompts, outcomes):
+def transition(
+  belief: np.ndarray,
+  counts: np.ndarray,
+  prompts: np.ndarray,
+  outcomes: np.ndarray,
+):
   """Updates belief and counts after a step with observed groups.
 
   Args:
@@ -59,7 +65,7 @@ class Dps(Curriculum):
     prior = state.belief @ (state.counts / state.counts.sum(0)).T
     return prior[:, _MIXED] + 1e-6 * rng.random(len(prior))
 
-  def observe(self, state: Belief, responses) -> Belief:
+  def observe(self, state: Belief, responses: Responses) -> Belief:
     seen = results_of(responses)
     if not seen.prompts.size:
       return state
@@ -82,6 +88,5 @@ def dps(
     s: settings of the run.
     explore: Expected fraction of prompts that are drawn uniformly.
   """
-  del s
   check_number("explore", explore, "[0, 1]")
   return algorithm.change(prompts=Dps, prompt_settings={"explore": explore})

@@ -11,8 +11,8 @@ are equal, EV is 0.
 Reference: Pan et al. 2026, arXiv:2604.19485.
 """
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrl_llm import masked
 from jaxrl_llm.errors import InputError
@@ -20,8 +20,14 @@ from jaxrl_llm.learner import Algorithm, Settings, estimates, part, then
 
 
 def advantages_if_explained(
-  advantages, token_rewards, mask, groups, values, returns, value_mask
-) -> jax.Array:
+  advantages: Array,
+  token_rewards: Array,
+  mask: Array,
+  groups: Array,
+  values: Array,
+  returns: Array,
+  value_mask: Array,
+) -> Array:
   """GAE, or rewards minus their mean if the critic explains nothing, [B, T].
 
   The explained variance is that of the critic's targets; the values are from

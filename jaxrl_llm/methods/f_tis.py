@@ -10,8 +10,8 @@ the run itself are never masked.
 Reference: F-TIS 2026.
 """
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrl_llm import losses
 from jaxrl_llm.errors import InputError, check_number
@@ -20,8 +20,14 @@ from jaxrl_llm.types import Origin
 
 
 def without_far(
-  mask, old_logprobs, behavior_logprobs, advantages, origin, *, max_distance
-) -> jax.Array:
+  mask: Array,
+  old_logprobs: Array,
+  behavior_logprobs: Array,
+  advantages: Array,
+  origin: Array,
+  *,
+  max_distance: float,
+) -> Array:
   """Masks tokens with A < 0 in other policies' responses with a large D.
 
   Args:

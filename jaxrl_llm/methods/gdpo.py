@@ -12,7 +12,7 @@ Reference: GDPO 2026, arXiv:2601.05242.
 
 from collections.abc import Mapping
 
-import jax
+from jax import Array
 
 from jaxrl_llm import estimators
 from jaxrl_llm.errors import InputError
@@ -39,7 +39,7 @@ def gdpo(
     )
   epsilon = s.estimator.epsilon
 
-  def advantages(mask, groups, *rewards) -> jax.Array:
+  def advantages(mask: Array, groups: Array, *rewards) -> Array:
     total = sum(
       weight
       * estimators.group_relative(

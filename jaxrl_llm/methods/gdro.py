@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxrl_llm.data.curriculum import Curriculum, results_of
 from jaxrl_llm.learner import Algorithm, Settings
+from jaxrl_llm.types import Responses
 
 _BINS = 10
 _FEWEST = 2  # Responses to a prompt: a single one has no group baseline.
@@ -89,7 +90,7 @@ class Gdro(Curriculum):
       for prompt, count in zip(prompts, tries)
     ], after
 
-  def observe(self, state: Variances, responses) -> Variances:
+  def observe(self, state: Variances, responses: Responses) -> Variances:
     seen, rate = results_of(responses), state.rate.copy()
     several, variance = seen.tries > 1, state.variance.copy()
     tries, solved = seen.tries[several], seen.rate[several]
@@ -104,5 +105,4 @@ class Gdro(Curriculum):
 
 def gdro(algorithm: Algorithm, s: Settings) -> Algorithm:
   """Allocates more responses to prompts whose rewards vary most."""
-  del s
   return algorithm.change(prompts=Gdro)

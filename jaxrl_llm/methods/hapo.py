@@ -13,10 +13,12 @@ Reference: HAPO 2025, arXiv:2509.16591.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxrl_llm import distributions, estimators, losses
 from jaxrl_llm.errors import check_choice, check_number
@@ -31,8 +33,13 @@ from jaxrl_llm.learner import (
 
 
 def token_group(
-  token_rewards, mask, own_lengths, groups, *, epsilon
-) -> jax.Array:
+  token_rewards: Array,
+  mask: Array,
+  own_lengths: Array,
+  groups: Array,
+  *,
+  epsilon: float,
+) -> Array:
   """Advantages from group statistics in which every token counts once."""
   relative = estimators.token_group_relative(
     estimates.outcome(token_rewards),
@@ -44,21 +51,21 @@ def token_group(
   return estimates.per_token(relative, mask)
 
 
-def entropy_code(entropies, policy_mask, *, sign) -> jax.Array:
+def entropy_code(entropies: Array, policy_mask: Array, *, sign: str) -> Array:
   """Entropy code of every token relative to its batch, [B, T] in [-1, 1]."""
   statistics = estimators.entropy_statistics(entropies, policy_mask)
   return estimators.entropy_code(entropies, policy_mask, statistics, sign=sign)
 
 
 def entropy_clip(
-  logprobs,
-  proximal_logprobs,
-  advantages,
-  entropy_code,
+  logprobs: Array,
+  proximal_logprobs: Array,
+  advantages: Array,
+  entropy_code: Array,
   *,
-  clip_low,
-  clip_high,
-  dual_clip,
+  clip_low: float,
+  clip_high: float,
+  dual_clip: float | None,
 ) -> losses.ClippedPolicyLoss:
   """PPO's surrogate with clip range and advantages adapted to the entropy."""
   low, high = estimators.adaptive_clip(
@@ -73,12 +80,17 @@ def entropy_clip(
   )
 
 
-def adaptive_temperature(distribution, context, statistics, *, tau):
+def adaptive_temperature(
+  distribution: Any,
+  context: Any,
+  statistics: estimators.EntropyStatistics,
+  *,
+  tau: float,
+):
   """Adapts the temperature to a token's entropy, T (1 + τ h).
 
   h is computed with the statistics of the previous batch.
   """
-  del context
   temperature = distribution.temperature
   entropies = distributions.entropy_from_logits(
     distribution.logits / temperature[:, None]

@@ -10,6 +10,7 @@ with them.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,19 +36,18 @@ def make(
     versions: K, at least 1.
     dtype: stored data type; any but float32 rounds the weights.
   """
-  del mesh
 
-  def init(params):
+  def init(params: Any):
     copies = lambda x: jnp.broadcast_to(x.astype(dtype), (versions, *x.shape))
     return jax.tree.map(copies, params)
 
-  def write(kept, params, version):
+  def write(kept: Any, params: Any, version: int):
     put = functools.partial(
       jax.lax.dynamic_update_index_in_dim, index=version % versions, axis=0
     )
     return jax.tree.map(lambda old, x: put(old, x.astype(dtype)), kept, params)
 
-  def read(kept, version):
+  def read(kept: Any, version: int):
     take = functools.partial(
       jax.lax.dynamic_index_in_dim, index=version % versions, keepdims=False
     )

@@ -56,7 +56,6 @@ def kpop(
     s: settings of the run.
     delta: Largest KL at which a token is trained on.
   """
-  del s
   bound = {"delta": delta}
   loss = part(kpop_loss, bound, old_logprobs="proximal_logprobs")
   return algorithm.change(policy_loss=loss)

@@ -18,7 +18,6 @@ def has_majority(
   texts: Sequence[str], verdicts: Sequence[rewards.Verdict]
 ) -> list[bool]:
   """Returns whether each response of a group has the majority's answer."""
-  del texts
   answers = [verdict.extracted for verdict in verdicts]
   votes = collections.Counter(x for x in answers if x is not None)
   label = max(votes, key=votes.get, default=None)
@@ -27,5 +26,4 @@ def has_majority(
 
 def majority(algorithm: Algorithm, s: Settings) -> Algorithm:
   """Rewards the most frequent answer of a group."""
-  del s
   return algorithm.change(group_reward=has_majority)

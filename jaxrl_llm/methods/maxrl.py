@@ -10,15 +10,15 @@ log-likelihood of a correct answer. Penalties are refused: with a mean close to
 Reference: Tajwar et al. 2026, arXiv:2602.02710.
 """
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrl_llm import estimators
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Algorithm, Settings, estimates, part
 
 
-def in_means(token_rewards, mask, groups) -> jax.Array:
+def in_means(token_rewards: Array, mask: Array, groups: Array) -> Array:
   """Rewards minus the group's mean, divided by that mean, [B, T]."""
   rewards = estimates.outcome(token_rewards)
   centered = estimators.group_relative(

@@ -10,14 +10,14 @@ in this file removes it from the loss. The advantages come from the estimator
 Reference: MC-GRPO 2026, arXiv:2601.22582.
 """
 
-import jax
+from jax import Array
 
 from jaxrl_llm import estimators
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Algorithm, Settings, estimates, part
 
 
-def without_pivot(mask, token_rewards, groups) -> jax.Array:
+def without_pivot(mask: Array, token_rewards: Array, groups: Array) -> Array:
   """Masks the median response, which serves only as the baseline."""
   pivot = estimators.median_pivot(
     estimates.outcome(token_rewards), groups, num_groups=groups.shape[0]

@@ -16,9 +16,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
+from jax import Array
 
-from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tasks import Example
 from jaxrl_llm.learner import Algorithm, Settings, estimates, part
 
@@ -30,7 +30,7 @@ class Contexts(PromptSource):
     super().__init__(*args, **settings)
     self._contexts = tuple(contexts)
 
-  def draw(self, state, n):
+  def draw(self, state: PromptSourceState, n: int):
     count = len(self._contexts)
     asked, after = super().draw(state, -(-n // count))
     ids = [prompt.example_id for prompt in asked for _ in range(count)][:n]
@@ -54,8 +54,14 @@ class Contexts(PromptSource):
 
 
 def inter_intra(
-  token_rewards, mask, groups, example_id, judged, *, between: float
-) -> jax.Array:
+  token_rewards: Array,
+  mask: Array,
+  groups: Array,
+  example_id: Array,
+  judged: Array,
+  *,
+  between: float,
+) -> Array:
   """Advantages within the context's group and between groups, [B, T]."""
   rewards = estimates.outcome(token_rewards)
   own = estimates.mean_of_same(rewards, groups, judged)
@@ -78,7 +84,6 @@ def nudge(
     contexts: Texts before the question.
     between: Weight w of the advantage between contexts.
   """
-  del s
   return algorithm.change(
     advantages=part(inter_intra, {"between": between}),
     critic=None,

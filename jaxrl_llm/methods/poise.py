@@ -14,9 +14,11 @@ Reference: Choi et al. 2026 (POISE), arXiv:2605.07579.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrl_llm import masked
 from jaxrl_llm.learner import (
@@ -30,35 +32,36 @@ from jaxrl_llm.learner import (
   scoring,
 )
 from jaxrl_llm.learner.update import Objective, Sums
+from jaxrl_llm.models import PackedRows, Params
 
 _LEARNING_RATE = 0.01  # High, because the probe is linear.
 
 
-def make_probe(policy, algorithm, mesh) -> members.Member:
+def make_probe(
+  policy: members.Member, algorithm: Algorithm, mesh: jax.sharding.Mesh
+) -> members.Member:
   """Makes the member that reads the middle layer of the policy."""
-  del algorithm
   config = policy.fns.config
   period = len(config.period)
   layers = max(config.num_layers // 2 // period, 1) * period
 
-  def init(key):
-    del key
+  def init(key: Array):
     zeros = jnp.zeros(config.hidden_size)
     return {"probe_head": {"kernel": zeros, "bias": jnp.zeros(())}}
 
-  def probed(params, rows):
+  def probed(params: Params, rows: PackedRows):
     head = params.trained["probe_head"]
     states = policy.fns.states(params.base, rows, layers)
     return states.astype(jnp.float32) @ head["kernel"] + head["bias"]
 
-  def loss(params, micro):
+  def loss(params: Params, micro: dict[str, Any]):
     packed, inputs = micro["packed"], micro["inputs"]
     error = probed(params, packed) - inputs["outcomes"]
     total = jnp.sum(inputs["weights"] * error**2)
     tokens = jnp.sum(packed.mask, dtype=jnp.float32)
     return total, Sums({"poise/loss": total}, {}, {}, tokens)
 
-  def score(params, packed):
+  def score(params: Params, packed: PackedRows):
     read = lambda rows: probed(params, rows)
     return scoring.over_micro_batches(read, packed)
 
@@ -77,7 +80,9 @@ def make_probe(policy, algorithm, mesh) -> members.Member:
   return members.make_member(fns, training, settings, mesh)
 
 
-def cross_probe(token_rewards, poise_values, mask, groups) -> jax.Array:
+def cross_probe(
+  token_rewards: Array, poise_values: Array, mask: Array, groups: Array
+) -> Array:
   """Rewards minus the probe's mean on the other responses, [B, T].
 
   Args:
@@ -115,6 +120,5 @@ def with_probe(algorithm: Algorithm) -> Algorithm:
 
 def poise(algorithm: Algorithm, s: Settings) -> Algorithm:
   """Takes the probe's values of the other responses as the baseline."""
-  del s
   with_values = with_probe(algorithm)
   return with_values.change(advantages=part(cross_probe), critic=None)

@@ -11,6 +11,7 @@ Reference: Hilton et al. 2021, arXiv:2110.00641.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,11 @@ from jaxrl_llm.learner.members import Companion, Member
 def make(policy: Member, mesh: jax.sharding.Mesh, *, decay: float) -> Companion:
   """Makes the moving average of the policy, a dict of 'params' and 'weight'."""
 
-  def init(params):
+  def init(params: Any):
     copied = jax.tree.map(jnp.copy, params)
     return {"params": copied, "weight": jnp.ones((), jnp.float32)}
 
-  def step(average, params, skipped):
+  def step(average: dict[str, Any], params: Any, skipped: jax.Array):
     params, weight = losses.ewma_update(
       average["params"], average["weight"], params, decay=decay
     )

@@ -10,14 +10,14 @@ without a baseline.
 Reference: Hu et al. 2025, arXiv:2501.03262.
 """
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrl_llm import estimators
 from jaxrl_llm.learner import Algorithm, Settings, estimates, part
 
 
-def reward_to_go(token_rewards, mask, *, gamma) -> jax.Array:
+def reward_to_go(token_rewards: Array, mask: Array, *, gamma: float) -> Array:
   """Discounted sum of rewards from each token onwards, [B, T]."""
   return estimators.lambda_returns(
     token_rewards, jnp.zeros_like(token_rewards), mask, gamma=gamma, lambda_=1.0
@@ -25,8 +25,8 @@ def reward_to_go(token_rewards, mask, *, gamma) -> jax.Array:
 
 
 def centered_reward_to_go(
-  token_rewards, mask, groups, *, gamma, center
-) -> jax.Array:
+  token_rewards: Array, mask: Array, groups: Array, *, gamma: float, center: str
+) -> Array:
   """Reward-to-go minus the center of the group, [B, T].
 
   The center is that of undiscounted rewards of complete responses, and the same

@@ -18,7 +18,10 @@ from jaxrl_llm.learner import Algorithm, Settings, part
 
 
 def segment_lambda(
-  behavior_logprobs, *, lambda_policy, segment_probability
+  behavior_logprobs: jax.Array,
+  *,
+  lambda_policy: float,
+  segment_probability: float,
 ) -> jax.Array:
   """λ of each token, [B, T]: lambda_policy at the ends of segments, else 1."""
   ends = behavior_logprobs < jnp.log(segment_probability)

@@ -69,7 +69,6 @@ def sapo_gate(
     tau_pos: Steepness of the gate where the advantage is positive.
     tau_neg: Steepness of the gate at all other tokens.
   """
-  del s
   check_number("tau_pos", tau_pos, "(0, inf)")
   check_number("tau_neg", tau_neg, "(0, inf)")
   tau = {"tau_pos": tau_pos, "tau_neg": tau_neg}

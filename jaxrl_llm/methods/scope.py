@@ -16,10 +16,11 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.data.oracles import ORACLES
-from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.errors import check_choice
 from jaxrl_llm.learner import Algorithm, Settings, part
 from jaxrl_llm.methods.dars import by_example
+from jaxrl_llm.rewards.judge import Judged
 
 
 class Repairs(PromptSource):
@@ -38,7 +39,7 @@ class Repairs(PromptSource):
     super().__init__(*args, **settings)
     self._find, self._room = ORACLES[oracle], max_response_length - 1
 
-  def again(self, state, judged):
+  def again(self, state: PromptSourceState, judged: Judged):
     prompts, responses = [], judged.responses
     ids = responses.rollout.group_id.tolist()
     left = {i: n // 2 for i, n in collections.Counter(ids).items()}
@@ -82,7 +83,6 @@ def scope(
     s: settings of the run.
     oracle: Finds the first wrong step, a name of `data.oracles.ORACLES`.
   """
-  del s
   check_choice("oracle", oracle, ORACLES)
   return algorithm.change(
     advantages=part(by_example),

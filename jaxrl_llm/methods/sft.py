@@ -15,8 +15,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrl_llm import config, losses
 from jaxrl_llm.data import rows
@@ -187,12 +187,12 @@ class Demonstrations(PromptSource):
     return [i for i, token in enumerate(tokens) if token in stop]
 
 
-def given(mask) -> jax.Array:
+def given(mask: Array) -> Array:
   """Advantages of 1 at every token of a demonstration, [B, T]."""
   return mask.astype(jnp.float32)
 
 
-def likelihood(logprobs, advantages) -> losses.ClippedPolicyLoss:
+def likelihood(logprobs: Array, advantages: Array) -> losses.ClippedPolicyLoss:
   """Loss -A log π without a ratio, as no policy sampled the tokens."""
   return losses.policy_gradient_loss(logprobs, logprobs, advantages)
 

@@ -112,7 +112,6 @@ def sgpo(algorithm: Algorithm, s: Settings, *, profile: Path = "") -> Algorithm:
     s: settings of the run.
     profile: JSON lines file that scripts/evaluate.py --out wrote.
   """
-  del s
   return algorithm.change(
     prompts=Profiled, prompt_settings={"profile": profile}
   )

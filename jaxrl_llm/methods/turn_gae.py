@@ -17,12 +17,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Algorithm, Part, Settings, part
 
 
-def turn_starts(mask) -> jax.Array:
+def turn_starts(mask: Array) -> Array:
   """bool [B, T]: first token of each turn."""
   return mask & ~jnp.pad(mask, ((0, 0), (1, 0)))[:, :-1]
 
@@ -30,12 +31,14 @@ def turn_starts(mask) -> jax.Array:
 def over_turns(gae: Part) -> Part:
   """Returns GAE over turns, advantages [B, T], as a part with GAE's inputs."""
 
-  def advantages_of_turns(token_rewards, values, mask, *others) -> jax.Array:
+  def advantages_of_turns(
+    token_rewards: Array, values: Array, mask: Array, *others
+  ) -> Array:
     starts = turn_starts(mask)
     turns = jnp.cumsum(starts, axis=1)
 
     @jax.vmap
-    def of_turn(x, turns):
+    def of_turn(x: Array, turns: Array):
       return jax.ops.segment_sum(x, turns, x.shape[0] + 1)[turns]
 
     rewards = of_turn(token_rewards, turns)
@@ -45,7 +48,7 @@ def over_turns(gae: Part) -> Part:
   return gae._replace(fn=advantages_of_turns)
 
 
-def turn_value_mask(trainable, truncated) -> jax.Array:
+def turn_value_mask(trainable: Array, truncated: Array) -> Array:
   """bool [B, T]: first tokens of the turns of ended responses."""
   return turn_starts(trainable) & ~truncated[:, None]
 

@@ -13,11 +13,13 @@ Reference: Huang et al. 2026, arXiv:2602.17616.
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 from jaxrl_llm import estimators, losses, models, sharding
 from jaxrl_llm.errors import check_choice, check_number
@@ -39,15 +41,22 @@ from jaxrl_llm.types import Rollout, take_rows
 SQUARED_NORMS = {"length": "own_lengths", "exact": "squared_gradient_norms"}
 
 
-def sequence_weights(old_logprobs, behavior_logprobs, mask) -> jax.Array:
+def sequence_weights(
+  old_logprobs: Array, behavior_logprobs: Array, mask: Array
+) -> Array:
   """Returns π_old / π_behav of complete responses, [B], not truncated."""
   log_ratio = jnp.where(mask, old_logprobs - behavior_logprobs, 0.0)
   return jnp.exp(jnp.clip(jnp.sum(log_ratio, axis=1), -20.0, 20.0))
 
 
 def optimal_baseline(
-  token_rewards, mask, squared_norms, groups, old_logprobs, behavior_logprobs
-) -> jax.Array:
+  token_rewards: Array,
+  mask: Array,
+  squared_norms: Array,
+  groups: Array,
+  old_logprobs: Array,
+  behavior_logprobs: Array,
+) -> Array:
   """Rewards minus the off-policy baseline of minimum variance, [B, T].
 
   The importance weights of the baseline are not truncated, unlike those of the
@@ -64,14 +73,18 @@ def optimal_baseline(
   return estimates.per_token(rewards - baseline, mask)
 
 
-def squared_gradient_norms(gradient_norms) -> jax.Array:
+def squared_gradient_norms(gradient_norms: Array) -> Array:
   """Squared norms of the responses' gradients, [B]."""
   return jnp.square(gradient_norms)
 
 
 def ess_step_scale(
-  old_logprobs, behavior_logprobs, policy_mask, *, ess_reference
-) -> jax.Array:
+  old_logprobs: Array,
+  behavior_logprobs: Array,
+  policy_mask: Array,
+  *,
+  ess_reference: float,
+) -> Array:
   """Factor of a step, min(1, √(effective sample ratio / reference)).
 
   A mini-batch with fewer effective samples than the reference takes a smaller
@@ -87,7 +100,7 @@ def score_gradient_norms(
   packed: models.PackedRows,
   *,
   fns: models.ModelFns,
-) -> jax.Array:
+) -> Array:
   """Gradient norm ‖∇ log π‖ of each micro-batch's response, float32 [M].
 
   Gradients are computed one after the other, which needs the memory of one
@@ -99,11 +112,11 @@ def score_gradient_norms(
     fns: functions of the policy.
   """
 
-  def logprob(trained, rows):
+  def logprob(trained: Any, rows: models.PackedRows):
     whole = params._replace(trained=trained)
     return jnp.sum(fns.logprobs(whole, rows)[0].logprobs)
 
-  def body(i, norms):
+  def body(i: Array, norms: Array):
     gradient = jax.grad(logprob)(params.trained, packed.rows(i))
     return norms.at[i].set(optax.global_norm(gradient))
 

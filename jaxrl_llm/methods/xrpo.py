@@ -9,14 +9,20 @@ uncertainty of a prompt's mean reward; see DARS and GDRO for that.
 Reference: Bamba et al. 2025 (XRPO), arXiv:2510.06672.
 """
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrl_llm import masked
 from jaxrl_llm.learner import Algorithm, Settings, estimates, part, then
 
 
-def sharpened(advantages, correct, mask, groups, old_logprobs) -> jax.Array:
+def sharpened(
+  advantages: Array,
+  correct: Array,
+  mask: Array,
+  groups: Array,
+  old_logprobs: Array,
+) -> Array:
   """Group advantages with a bonus for novelty, [B, T]."""
   score = masked.masked_mean(old_logprobs, mask, axis=1)
   mean = masked.segment_mean(score, groups, num_segments=len(groups))
@@ -28,7 +34,6 @@ def sharpened(advantages, correct, mask, groups, old_logprobs) -> jax.Array:
 
 def xrpo(algorithm: Algorithm, s: Settings) -> Algorithm:
   """Adds a bonus for novelty to group advantages."""
-  del s
   return algorithm.change(
     advantages=then(algorithm.advantages, part(sharpened))
   )

@@ -69,7 +69,6 @@ class PhaseLogger(contextlib.ExitStack):
 
   def rows(self, path: str | os.PathLike) -> Any:
     """Returns a writer that writes nothing."""
-    del path
     return NullWriter()
 
   def phase(self, name: str) -> None:

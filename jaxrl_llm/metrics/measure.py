@@ -136,7 +136,6 @@ class CompileCounter:
     watch_compilations(lambda program: None, self._add)
 
   def _add(self, program: str, seconds: float) -> None:
-    del program
     self._count += 1
     self._seconds[threading.get_ident()] += seconds
 
@@ -170,13 +169,11 @@ def watch_compilations(
   program = lambda name: name.removeprefix("jit(").removesuffix(")")
 
   def on_begin(event: str, value: float, *, fun_name: str = "", **_) -> None:
-    del value
     if event == _COMPILE_EVENT:
       begun[threading.get_ident()] = time.perf_counter()
       begin(program(fun_name))
 
   def on_end(event: str, duration: float, *, fun_name: str = "", **_) -> None:
-    del duration
     if event == _COMPILE_EVENT and threading.get_ident() in begun:
       seconds = time.perf_counter() - begun.pop(threading.get_ident())
       end(program(fun_name), seconds)

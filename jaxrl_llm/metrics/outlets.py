@@ -90,7 +90,9 @@ class Background(Outlet):
   def _late(self) -> TimeoutError:
     return TimeoutError(f"no answer for {PATIENCE_S:g} s")
 
-  def _run(self, opened) -> None:
+  def _run(
+    self, opened: contextlib.AbstractContextManager[Callable[..., Any]]
+  ) -> None:
     waiting = iter(self._waiting.get, None)
     try:
       with opened as write:

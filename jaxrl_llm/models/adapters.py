@@ -119,7 +119,7 @@ def base_of(params: Any) -> Any:
   return _merged(params, None)
 
 
-def _merged(params, scale):
+def _merged(params: Any, scale: float | None):
   if not isinstance(params, dict):
     return params
   params = {name: _merged(x, scale) for name, x in params.items()}

@@ -11,6 +11,7 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import NamedSharding
 
 from jaxrl_llm.models import context
@@ -29,7 +30,7 @@ def packed_attention(
   *,
   sharding: NamedSharding | None = None,
   window: int | None = None,
-) -> jax.Array:
+) -> Array:
   """softmax(q kᵀ / √d) v, causal, with grouped heads, within segments.
 
   A query attends to earlier keys of its own segment and of its prefix. In long
@@ -59,12 +60,21 @@ def packed_attention(
   return context.over_rows(attend, sharding)(*arrays)
 
 
-def _attend_in_rows(index, q, k, v, segments, prefixes, key_segments, window):
+def _attend_in_rows(
+  index: Array,
+  q: Array,
+  k: Array,
+  v: Array,
+  segments: Array,
+  prefixes: Array,
+  key_segments: Array,
+  window: int | None,
+):
   """Computes attention of queries at positions [Q] to all keys of the row."""
   count, time = q.shape[1], k.shape[1]
   keys, values = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
 
-  def block(index, q, own, prefix):
+  def block(index: Array, q: Array, own: Array, prefix: Array):
     visible = own[:, :, None] == key_segments[:, None]
     shared = prefix[:, :, None] == key_segments[:, None]
     visible |= shared & (prefix[:, :, None] > 0)
@@ -75,7 +85,7 @@ def _attend_in_rows(index, q, k, v, segments, prefixes, key_segments, window):
   if time <= 2 * _QUERY_BLOCK:
     return block(index, q, segments, prefixes)
 
-  def split(x):
+  def split(x: Array):
     x = context.pad(x, 1, _QUERY_BLOCK)
     x = x.reshape(len(x), -1, _QUERY_BLOCK, *x.shape[2:])
     return x.swapaxes(0, 1)
@@ -87,12 +97,12 @@ def _attend_in_rows(index, q, k, v, segments, prefixes, key_segments, window):
 
 
 @jax.custom_vjp
-def attend(q, keys, values, visible):
+def attend(q: Array, keys: Array, values: Array, visible: Array):
   """Attends: q [B,Q,H,d], keys [B,K,d,T], values [B,K,T,d], visible [B,Q,T]."""
   return _attend_fwd(q, keys, values, visible)[0]
 
 
-def _attend_fwd(q, keys, values, visible):
+def _attend_fwd(q: Array, keys: Array, values: Array, visible: Array):
   q, unfold = fold_heads(q, keys.shape[1])
   scores = einsum("bkqd,bkds->bkqs", q * q.shape[3] ** -0.5, keys)
   by_query = scores.reshape(len(q), -1, *visible.shape[1:])
@@ -103,7 +113,7 @@ def _attend_fwd(q, keys, values, visible):
   return unfold(out), (q, keys, values, weights, out)
 
 
-def _attend_bwd(residuals, cotangent):
+def _attend_bwd(residuals: tuple[Array, ...], cotangent: Array):
   """Backward pass whose products have their [Q, T] operand on the right.
 
   Automatic differentiation puts it on the left, where it has to be transposed:
@@ -125,12 +135,12 @@ def _attend_bwd(residuals, cotangent):
 attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def fold_heads(x, kv_heads):
+def fold_heads(x: Array, kv_heads: int):
   """Reshapes [B, Q, H, d] to [B, K, G·Q, d]; also returns the inverse."""
   batch, queries, heads, size = x.shape
   group = heads // kv_heads
 
-  def unfold(y):
+  def unfold(y: Array):
     y = y.reshape(batch, kv_heads, group, queries, size)
     return y.transpose(0, 3, 1, 2, 4).reshape(batch, queries, heads, size)
 
@@ -140,11 +150,11 @@ def fold_heads(x, kv_heads):
 
 
 def write_contiguous(
-  layer: tuple[jax.Array, jax.Array],
+  layer: tuple[Array, Array],
   k: chex.Array,
   v: chex.Array,
   start: chex.Numeric,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
   """Writes keys and values of Q new tokens per sequence, from `start` on.
 
   Args:
@@ -161,7 +171,7 @@ def write_contiguous(
 
 def in_reach(
   keys: chex.Array, queries: chex.Array, window: int | None
-) -> jax.Array:
+) -> Array:
   """Returns the mask of visible keys from positions, which are broadcast."""
   if window is None:
     return keys <= queries
@@ -170,11 +180,11 @@ def in_reach(
 
 def prefill_attention(
   q: chex.Array,
-  layer: tuple[jax.Array, jax.Array],
+  layer: tuple[Array, Array],
   start: chex.Numeric,
   *,
   window: int | None = None,
-) -> jax.Array:
+) -> Array:
   """Causal attention of Q queries per sequence to a contiguous cache.
 
   Args:

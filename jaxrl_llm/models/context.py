@@ -17,6 +17,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 
@@ -61,8 +62,8 @@ def on_devices(
 
 
 def over_rows(
-  function: Callable[..., jax.Array], sharding: NamedSharding | None
-) -> Callable[..., jax.Array]:
+  function: Callable[..., Array], sharding: NamedSharding | None
+) -> Callable[..., Array]:
   """Turns a function of local queries and all keys into one of global arrays.
 
   Args:
@@ -76,7 +77,7 @@ def over_rows(
   """
   parts = num_shards(sharding, 1)
 
-  def on_device(q, k, v, segments, prefixes):
+  def on_device(q: Array, k: Array, v: Array, segments: Array, prefixes: Array):
     k, v, keys = (gather(x, sharding) for x in (k, v, segments))
     part = jax.lax.axis_index(sharding.spec[1]) if parts > 1 else 0
     places = jnp.asarray(zigzag_order(k.shape[1], parts))[part]
@@ -85,7 +86,7 @@ def over_rows(
   return on_devices(on_device, sharding)
 
 
-def gather(x: chex.Array, sharding: NamedSharding | None) -> jax.Array:
+def gather(x: chex.Array, sharding: NamedSharding | None) -> Array:
   """Gathers a device's tokens [R, C / n, ...] into full rows [R, C, ...]."""
   parts = num_shards(sharding, 1)
   if parts == 1:
@@ -96,7 +97,7 @@ def gather(x: chex.Array, sharding: NamedSharding | None) -> jax.Array:
   return x.reshape(len(x), -1, *x.shape[3:])
 
 
-def pad(x: chex.Array, axis: int, block: int, value: int = 0) -> jax.Array:
+def pad(x: chex.Array, axis: int, block: int, value: int = 0) -> Array:
   """Pads an axis to a multiple of `block`."""
   widths = [(0, -n % block * (i == axis)) for i, n in enumerate(x.shape)]
   return jnp.pad(x, widths, constant_values=value)
@@ -118,7 +119,7 @@ def zigzag_shard(rows: Any, parts: int) -> Any:
   if parts == 1:
     return rows
 
-  def shard_one(x):
+  def shard_one(x: Array):
     if not jnp.ndim(x):
       return x
     x = pad(x, 1, 2 * parts)
@@ -127,7 +128,7 @@ def zigzag_shard(rows: Any, parts: int) -> Any:
   return jax.tree.map(shard_one, rows)
 
 
-def zigzag_unshard(x: chex.Array, parts: int, length: int) -> jax.Array:
+def zigzag_unshard(x: chex.Array, parts: int, length: int) -> Array:
   """Undoes `zigzag_shard` for [R, C, ...]; `length` is the unpadded C."""
   if parts == 1:
     return x
@@ -135,7 +136,7 @@ def zigzag_unshard(x: chex.Array, parts: int, length: int) -> jax.Array:
   return x[:, back[:length]]
 
 
-def shards_to_rows(x: chex.Array, parts: int) -> jax.Array:
+def shards_to_rows(x: chex.Array, parts: int) -> Array:
   """Reshapes [R, C, ...] to [n R, C / n, ...]: each shard becomes a row.
 
   The shard is the slower-varying index, so that no data moves between devices.
@@ -146,7 +147,7 @@ def shards_to_rows(x: chex.Array, parts: int) -> jax.Array:
   return x.reshape(-1, *x.shape[2:])
 
 
-def rows_to_shards(x: chex.Array, parts: int) -> jax.Array:
+def rows_to_shards(x: chex.Array, parts: int) -> Array:
   """Undoes `shards_to_rows` for [n R, C / n]."""
   if parts == 1:
     return x

@@ -6,11 +6,13 @@ updated in place.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrl_llm.models import context, experts, transformer
 from jaxrl_llm.models.config import ModelConfig
@@ -71,7 +73,7 @@ class SamplerModel:
     layers = transformer.places(self.config)
     stacked, period = [params[place] for place in layers], len(layers)
 
-    def layer(i):
+    def layer(i: int):
       taken = jax.tree.map(lambda x: x[i // period], stacked[i % period])
       return self.numerics.store_layer(taken)
 
@@ -106,11 +108,11 @@ class SamplerModel:
       for kind in self.config.layers
     )
 
-    def write(kv_cache, index):
+    def write(kv_cache: KVCache, index: Array):
       start = index * chunk
       positions = start + jnp.arange(chunk)
 
-      def attend(i, kind, q, k, v):
+      def attend(i: int, kind: AttentionKind, q: Array, k: Array, v: Array):
         k, v = map(numerics.to_cache, (k, v))
         layer = kernels[kind].write_contiguous(kv_cache[i], k, v, start)
         return kernels[kind].prefill_attention(q, layer, start), layer
@@ -152,7 +154,7 @@ class SamplerModel:
       expert choices of all layers, int [S, Q, layers · k].
     """
 
-    def attend(i, kind, q, k, v):
+    def attend(i: int, kind: AttentionKind, q: Array, k: Array, v: Array):
       backend = self.kernels[kind]
       k, v = map(self.numerics.to_cache, (k, v))
       layer = backend.write_paged(
@@ -166,7 +168,13 @@ class SamplerModel:
       return found
     return *found, jnp.concatenate(chosen, axis=-1).astype(self.choices.dtype)
 
-  def _unrolled(self, params, tokens, positions, attend):
+  def _unrolled(
+    self,
+    params: Params,
+    tokens: Array,
+    positions: Array,
+    attend: Callable[..., Any],
+  ):
     """Runs the layers one by one; collects their caches and expert choices.
 
     Experts have no capacity limit: a response must not depend on others.

@@ -26,13 +26,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
@@ -121,7 +122,7 @@ def choices_shape(config: ModelConfig) -> jax.ShapeDtypeStruct:
 
 def by_place(
   choices: chex.Array | None, places: Mapping[str, Any]
-) -> dict[str, jax.Array]:
+) -> dict[str, Array]:
   """Splits choices [R, C, layers · k] by place, into [periods, R, C, k] each.
 
   Args:
@@ -145,20 +146,23 @@ def by_place(
 class Weights:
   """Expert matrices [E, in, out] or their codes, and their numerics."""
 
-  kernel: jax.Array
-  scale: jax.Array | None  # [E, ...], scales of the codes.
+  kernel: Array
+  scale: Array | None  # [E, ...], scales of the codes.
   numerics: Numerics
 
-  def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
+  def grouped(self, x: Array, sizes: Array) -> Array:
     """Multiplies rows [N, in] sorted by expert, with `sizes` [E] rows each."""
     x, kernel = self.numerics.operands(x, self.kernel, self.scale)
     return grouped_matmul(x, kernel, sizes)
 
-  def batched(self, x: jax.Array) -> jax.Array:
+  def batched(self, x: Array) -> Array:
     """Multiplies the same number of rows for each expert, [E, n, in]."""
     x, kernel = self.numerics.operands(x, self.kernel, self.scale)
     y = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
     return y.astype(x.dtype)
+
+
+_ByName = Mapping[str, Weights]
 
 
 class Experts(nnx.Module):
@@ -185,7 +189,7 @@ class Experts(nnx.Module):
 
   def __call__(
     self, x: chex.Array, routing: Routing
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+  ) -> tuple[Array, dict[str, Array]]:
     """Applies the experts.
 
     Args:
@@ -251,7 +255,13 @@ class Experts(nnx.Module):
     return out.reshape(x.shape), aux
 
 
-def _dispatch(experts, tokens, shape, routing: Routing, kind: ExpertsKind):
+def _dispatch(
+  experts: _ByName,
+  tokens: tuple[Array, ...],
+  shape: tuple[int, int],
+  routing: Routing,
+  kind: ExpertsKind,
+):
   """Applies experts to tokens on all devices.
 
   Args:
@@ -267,7 +277,7 @@ def _dispatch(experts, tokens, shape, routing: Routing, kind: ExpertsKind):
   """
   sharding = routing.sharding
   if sharding is None:
-    return _local(experts, *tokens, (), routing.capacity, kind)
+    return _OnDevice(experts, (), kind).apply(*tokens, routing.capacity)
   mesh, axes = sharding.mesh, expert_axes(sharding.mesh)
   # Devices that hold the same tokens in attention take a part of them each.
   *leading, last = (tuple(jax.tree.leaves(x)) for x in sharding.spec)
@@ -285,9 +295,9 @@ def _dispatch(experts, tokens, shape, routing: Routing, kind: ExpertsKind):
     for x, fill in zip(tokens, fills)
   ]
 
-  def on_device(experts, *tokens):
+  def on_device(experts: _ByName, *tokens):
     flat = (x.reshape(-1, *x.shape[len(split) :]) for x in tokens)
-    found = _local(experts, *flat, axes, routing.capacity, kind)
+    found = _OnDevice(experts, axes, kind).apply(*flat, routing.capacity)
     lead = tokens[0].shape[: len(split)]
     return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), found)
 
@@ -301,90 +311,96 @@ def _dispatch(experts, tokens, shape, routing: Routing, kind: ExpertsKind):
   return jax.tree.map(lambda x: x[tuple(map(slice, sizes))], found)
 
 
-def _local(experts, x, chosen, weights, valid, axes, capacity, kind):
-  """Applies experts to the tokens of a device; see `_dispatch`.
+@dataclasses.dataclass(frozen=True)
+class _OnDevice:
+  """The experts of a device, which are applied to its tokens."""
 
-  Args:
-    experts: `Weights` by name, of the experts on this device.
-    x: [N, D].
-    chosen: int [N, k].
-    weights: float32 [N, k].
-    valid: bool [N].
-    axes: axes of the mesh along which experts are distributed.
-    capacity: as in `Routing`.
-    kind: kind of all experts.
-  """
-  even = len(x) * kind.per_token / kind.num_experts
-  limit = math.ceil(capacity * even)
-  if 0 < limit < len(x):  # Otherwise no token can be dropped.
-    slot, out = _limited(experts, x, chosen, valid, axes, limit, kind)
-    kept = jnp.mean(slot < len(out), axis=1, dtype=jnp.float32)
-    return _combined(out, slot, weights), kept
-  group = functools.partial(jax.lax.all_gather, axis_name=axes, tiled=True)
-  if axes:
-    x, chosen, weights = map(group, (x, chosen, weights))
-  slot, out = _dropless(experts, x, chosen, axes, kind)
-  out = _combined(out, slot, weights)
-  if axes:
-    out = jax.lax.psum_scatter(out, axes, scatter_dimension=0, tiled=True)
-  return out, None
+  experts: _ByName
+  axes: tuple[str, ...]  # Of the mesh, along which experts are distributed.
+  kind: ExpertsKind
+
+  def apply(
+    self, x: Array, chosen: Array, weights: Array, valid: Array, capacity: float
+  ):
+    """Applies the experts; see `_dispatch`.
+
+    Args:
+      x: [N, D].
+      chosen: int [N, k].
+      weights: float32 [N, k].
+      valid: bool [N].
+      capacity: as in `Routing`.
+    """
+    axes, kind = self.axes, self.kind
+    limit = math.ceil(capacity * (len(x) * kind.per_token / kind.num_experts))
+    if 0 < limit < len(x):  # Otherwise no token can be dropped.
+      slot, out = self._limited(x, chosen, valid, limit)
+      kept = jnp.mean(slot < len(out), axis=1, dtype=jnp.float32)
+      return _combined(out, slot, weights), kept
+    group = functools.partial(jax.lax.all_gather, axis_name=axes, tiled=True)
+    if axes:
+      x, chosen, weights = map(group, (x, chosen, weights))
+    slot, out = self._dropless(x, chosen)
+    out = _combined(out, slot, weights)
+    if axes:
+      out = jax.lax.psum_scatter(out, axes, scatter_dimension=0, tiled=True)
+    return out, None
+
+  def _dropless(self, x: Array, chosen: Array):
+    """Returns the output row of each choice [N, k], and output rows [n, D].
+
+    Choices of experts on other devices have an out-of-range row.
+    """
+    here, per_token = len(self.experts["down"].kernel), self.kind.per_token
+    if self.axes:
+      chosen = chosen - here * jax.lax.axis_index(self.axes)
+      chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    sizes = jnp.bincount(chosen.reshape(-1), length=here + 1)[:here]
+    # A token has at most k different experts on a device.
+    rows = len(x) * min(per_token, here)
+    taken, slot = x[order[:rows] // per_token], jnp.argsort(order)
+    if self.axes:
+      # Products of rows after the last group are undefined.
+      mine = jnp.arange(rows)[:, None] < jnp.sum(sizes)
+      taken = jnp.where(mine, taken, 0)
+      slot = jnp.where(slot < jnp.sum(sizes), slot, rows)
+    multiply = lambda name, x: self.experts[name].grouped(x, sizes)
+    return slot.reshape(chosen.shape), _mlp(multiply, taken)
+
+  def _limited(self, x: Array, chosen: Array, valid: Array, limit: int):
+    """Like `_dropless`, with at most `limit` tokens of a device per expert.
+
+    Earlier tokens take precedence; padding is dropped.
+    """
+    count, axes = self.kind.num_experts, self.axes
+    ids = jnp.where(valid[:, None], chosen, count).reshape(-1)
+    order = jnp.argsort(ids, stable=True)
+    sizes = jnp.bincount(ids, length=count + 1)
+    starts = jnp.cumsum(sizes) - sizes
+    rank = jnp.argsort(order) - starts[ids]
+    taken = starts[:-1, None] + jnp.arange(limit)[None]
+    present = jnp.arange(limit)[None] < sizes[:-1, None]
+    rows = x[order.at[taken].get(mode="clip") // self.kind.per_token]
+    rows = jnp.where(present[..., None], rows, 0)
+    swap = functools.partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
+    if axes:
+      rows = swap(rows, split_axis=0, concat_axis=1)
+    out = _mlp(lambda name, x: self.experts[name].batched(x), rows)
+    if axes:
+      out = swap(out, split_axis=1, concat_axis=0)
+    kept = (rank < limit) & (ids < count)
+    slot = jnp.where(kept, ids * limit + rank, count * limit)
+    return slot.reshape(chosen.shape), out.reshape(-1, x.shape[1])
 
 
-def _dropless(experts, x, chosen, axes, kind):
-  """Returns the output row of each choice [N, k], and output rows [n, D].
-
-  Choices of experts on other devices have an out-of-range row.
-  """
-  here = len(experts["down"].kernel)
-  if axes:
-    chosen = chosen - here * jax.lax.axis_index(axes)
-    chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
-  order = jnp.argsort(chosen.reshape(-1), stable=True)
-  sizes = jnp.bincount(chosen.reshape(-1), length=here + 1)[:here]
-  # A token has at most k different experts on a device.
-  rows = len(x) * min(kind.per_token, here)
-  taken, slot = x[order[:rows] // kind.per_token], jnp.argsort(order)
-  if axes:
-    # Products of rows after the last group are undefined.
-    mine = jnp.arange(rows)[:, None] < jnp.sum(sizes)
-    taken = jnp.where(mine, taken, 0)
-    slot = jnp.where(slot < jnp.sum(sizes), slot, rows)
-  multiply = lambda name, x: experts[name].grouped(x, sizes)
-  return slot.reshape(chosen.shape), _mlp(multiply, taken)
-
-
-def _limited(experts, x, chosen, valid, axes, limit, kind):
-  """Like `_dropless`, with at most `limit` tokens of a device per expert.
-
-  Earlier tokens take precedence; padding is dropped.
-  """
-  ids = jnp.where(valid[:, None], chosen, kind.num_experts).reshape(-1)
-  order = jnp.argsort(ids, stable=True)
-  sizes = jnp.bincount(ids, length=kind.num_experts + 1)
-  starts = jnp.cumsum(sizes) - sizes
-  rank = jnp.argsort(order) - starts[ids]
-  taken = starts[:-1, None] + jnp.arange(limit)[None]
-  present = jnp.arange(limit)[None] < sizes[:-1, None]
-  rows = x[order.at[taken].get(mode="clip") // kind.per_token]
-  rows = jnp.where(present[..., None], rows, 0)
-  swap = functools.partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
-  if axes:
-    rows = swap(rows, split_axis=0, concat_axis=1)
-  out = _mlp(lambda name, x: experts[name].batched(x), rows)
-  if axes:
-    out = swap(out, split_axis=1, concat_axis=0)
-  kept = (rank < limit) & (ids < kind.num_experts)
-  slot = jnp.where(kept, ids * limit + rank, kind.num_experts * limit)
-  return slot.reshape(chosen.shape), out.reshape(-1, x.shape[1])
-
-
-def _mlp(multiply, rows):
+def _mlp(multiply: Callable[..., Array], rows: Array):
   """Applies an MLP, whose products are `multiply(name, rows)`."""
   gate = jax.nn.silu(multiply("gate", rows))
   return multiply("down", gate * multiply("up", rows))
 
 
-def _combined(out, slot, weights):
+def _combined(out: Array, slot: Array, weights: Array):
   """Returns each token's weighted sum of rows; missing rows count as 0."""
   out = out.at[slot].get(mode="fill", fill_value=0)
   return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)

@@ -12,9 +12,12 @@ Reference: Dao 2023, FlashAttention-2, arXiv 2307.08691.
 
 import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
@@ -27,9 +30,28 @@ from jaxrl_llm.models.context import pad
 _BLOCK, _BLOCK_BYTES = 64, 2**14
 # Triton only divides integers towards zero.
 div, rem = jax.lax.div, jax.lax.rem
+_Refs = tuple[Ref, ...]
+_Carry = tuple[Array, Array, Array]  # See `softmax_start`.
 
 
-def attend(q, k, v, queries, keys, window, *, interleaved=False):
+class _Shape(NamedTuple):
+  """What the programs of a kernel are compiled for."""
+
+  block: int  # Queries and keys per block.
+  window: int | None
+  step: int = 1  # Distance of two heads of k; 2 if v is interleaved with it.
+
+
+def attend(
+  q: Array,
+  k: Array,
+  v: Array,
+  queries: Array,
+  keys: Array,
+  window: int | None,
+  *,
+  interleaved: bool = False,
+):
   """Computes attention on rows of any length, padded to whole blocks.
 
   Args:
@@ -45,17 +67,18 @@ def attend(q, k, v, queries, keys, window, *, interleaved=False):
   count, block = q.shape[1], block_size(q, q.shape[1])
   q, k, v = (pad(x, 1, block) for x in (q, k, v))
   rows = find_blocks(queries, keys, block, window)
-  out = _attention(q, k, v, rows, block, window, 1 + interleaved)
+  shape = _Shape(block, window, 1 + interleaved)
+  out = _attention(q, k, v, rows, shape)
   return out[:, :count]
 
 
-def block_size(x, length):
+def block_size(x: Array, length: int):
   """Returns the number of rows of a block; matrix products need at least 16."""
   most = _BLOCK_BYTES // (x.shape[-1] * x.dtype.itemsize)
   return max(16, min(_BLOCK, most, pl.next_power_of_2(length)))
 
 
-def find_blocks(queries, keys, block, window):
+def find_blocks(queries: Array, keys: Array, block: int, window: int | None):
   """Finds the key blocks that each block of queries may attend to.
 
   Compares the blocks' ranges of segment numbers: segments need not be in order,
@@ -96,14 +119,20 @@ def find_blocks(queries, keys, block, window):
   return queries, keys, jnp.append(far, near, axis=2), query_range
 
 
-def _range(needed):
+def _range(needed: Array):
   """Returns the first True of [R, N, n], and the length up to the last True."""
   first, after = jnp.argmax(needed, 2), jnp.argmax(needed[..., ::-1], 2)
   length = jnp.where(jnp.any(needed, 2), needed.shape[2] - after - first, 0)
   return jnp.stack([first, length], axis=2).astype(jnp.int32)
 
 
-def pallas_call(kernel, grid, out_shape, *arguments, num_warps=4):
+def pallas_call(
+  kernel: Callable[..., None],
+  grid: tuple[int, ...],
+  out_shape: Any,
+  *arguments,
+  num_warps: int = 4,
+):
   """Runs a kernel on references to whole arrays."""
   function = getattr(kernel, "func", kernel)
   return pl.pallas_call(
@@ -115,17 +144,18 @@ def pallas_call(kernel, grid, out_shape, *arguments, num_warps=4):
   )(*arguments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=[4, 5, 6])
+@functools.partial(jax.custom_vjp, nondiff_argnums=[4])
 def _attention(*arguments):
   return _forward(*arguments)[0]
 
 
-def _forward(q, k, v, rows, block, window, step):
-  """Computes attention; `step` is 2 for interleaved k and v, otherwise 1."""
+def _forward(
+  q: Array, k: Array, v: Array, rows: tuple[Array, ...], shape: _Shape
+):
   count, time, heads, _ = q.shape
   out, lse = pallas_call(
-    functools.partial(_flash_forward, block, window, step),
-    (time // block, count, heads),
+    functools.partial(_flash_forward, shape),
+    (time // shape.block, count, heads),
     # The second result is log2 of the denominators.
     (q, jax.ShapeDtypeStruct((count, heads, time), jnp.float32)),
     *((q, k, v), rows[:3]),
@@ -133,19 +163,19 @@ def _forward(q, k, v, rows, block, window, step):
   return out, (q, k, v, rows, out, lse)
 
 
-def _backward(block, window, _, residuals, g):
+def _backward(shape: _Shape, residuals: tuple[Any, ...], g: Array):
   # Interleaved arrays have no gradients.
   q, k, v, (queries, keys, key_ranges, query_range), out, lse = residuals
   delta = jnp.sum(out.astype(jnp.float32) * g, axis=3).swapaxes(1, 2)
   arrays = q, k, v, g, lse, delta
   d_q = pallas_call(
-    functools.partial(_flash_backward_queries, block, window),
-    (q.shape[1] // block, len(q), q.shape[2]),
+    functools.partial(_flash_backward_queries, shape),
+    (q.shape[1] // shape.block, len(q), q.shape[2]),
     *(q, arrays, (queries, keys, key_ranges)),
   )
   d_k, d_v = pallas_call(
-    functools.partial(_flash_backward_keys, block, window),
-    (k.shape[1] // block, len(k), k.shape[2]),
+    functools.partial(_flash_backward_keys, shape),
+    (k.shape[1] // shape.block, len(k), k.shape[2]),
     *((k, v), arrays, (queries, keys, query_range)),
   )
   return d_q, d_k, d_v, None
@@ -154,30 +184,35 @@ def _backward(block, window, _, residuals, g):
 _attention.defvjp(_forward, _backward)
 
 
-def _flash_forward(block, window, step, arrays, rows, out_ref, lse_ref):
+def _flash_forward(
+  shape: _Shape, arrays: _Refs, rows: _Refs, out_ref: Ref, lse_ref: Ref
+):
   q_ref, k_ref, v_ref = arrays
-  row, head, here = _program(block)
+  row, head, here = _program(shape.block)
+  step = shape.step
   key_head = step * div(head, step * q_ref.shape[2] // k_ref.shape[2])
   q = q_ref[row, here, head]
 
-  def add(at, visible, carry):
+  def add(at: pl.Slice, visible: Array, carry: _Carry):
     k, v = k_ref[row, at, key_head], v_ref[row, at, key_head + step - 1]
     return softmax_step(q, k, v, visible, carry)
 
-  out, top, total = _over_keys(block, window, rows, add, softmax_start(q))
+  out, top, total = _over_keys(shape, rows, add, softmax_start(q))
   total = jnp.where(total > 0, total, 1.0)  # Padding may have read no block.
   out_ref[row, here, head] = (out / total[:, None]).astype(q.dtype)
   lse_ref[row, head, here] = top + jnp.log2(total)
 
 
-def _flash_backward_queries(block, window, arrays, rows, d_q_ref):
+def _flash_backward_queries(
+  shape: _Shape, arrays: _Refs, rows: _Refs, d_q_ref: Ref
+):
   q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref = arrays
-  row, head, here = _program(block)
+  row, head, here = _program(shape.block)
   kv_head = div(head, q_ref.shape[2] // k_ref.shape[2])
   q, g = q_ref[row, here, head], g_ref[row, here, head]
   lse, delta = (x[row, head, here][:, None] for x in (lse_ref, delta_ref))
 
-  def add(at, visible, d_q):
+  def add(at: pl.Slice, visible: Array, d_q: Array):
     k, v = k_ref[row, at, kv_head], v_ref[row, at, kv_head]
     weights = jnp.exp2(scores_of(q, k) - lse)
     d_weights = dot(g, v, of_b=1)
@@ -185,25 +220,27 @@ def _flash_backward_queries(block, window, arrays, rows, d_q_ref):
     return d_q + dot(d_scores.astype(k.dtype), k)
 
   d_q = jnp.zeros(q.shape, jnp.float32)
-  d_q = _over_keys(block, window, rows, add, d_q) * q.shape[1] ** -0.5
+  d_q = _over_keys(shape, rows, add, d_q) * q.shape[1] ** -0.5
   d_q_ref[row, here, head] = d_q.astype(q.dtype)
 
 
-def _flash_backward_keys(block, window, arrays, rows, d_k_ref, d_v_ref):
+def _flash_backward_keys(
+  shape: _Shape, arrays: _Refs, rows: _Refs, d_k_ref: Ref, d_v_ref: Ref
+):
   q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref = arrays
   queries_ref, keys_ref, range_ref = rows
-  row, kv_head, here = _program(block)
+  row, kv_head, here = _program(shape.block)
   group = q_ref.shape[2] // k_ref.shape[2]
   k, v = k_ref[row, here, kv_head], v_ref[row, here, kv_head]
   keys = keys_ref[row, here]
   first, count = (range_ref[row, pl.program_id(0), i] for i in range(2))
 
-  def body(i, carry):
+  def body(i: Array, carry: Any):
     d_k, d_v = carry
-    at = pl.ds((first + div(i, group)) * block, block)
+    at = pl.ds((first + div(i, group)) * shape.block, shape.block)
     head = kv_head * group + rem(i, group)
     queries = _queries(queries_ref, row, at, axis=0)
-    visible = _visible(queries, here, keys, window, axis=1)
+    visible = _visible(queries, here, keys, shape.window, axis=1)
     q, g = q_ref[row, at, head], g_ref[row, at, head]
     weights = jnp.exp2(scores_of(k, q) - lse_ref[row, head, at][None])
     weights = jnp.where(visible, weights, 0.0)
@@ -217,41 +254,49 @@ def _flash_backward_keys(block, window, arrays, rows, d_k_ref, d_v_ref):
   d_v_ref[row, here, kv_head] = d_v.astype(v.dtype)
 
 
-def _program(block):
+def _program(block: int):
   """Returns the row and head of this program, and the slice of its tokens."""
   return *map(pl.program_id, (1, 2)), pl.ds(pl.program_id(0) * block, block)
 
 
-def _over_keys(block, window, rows, add, carry):
+def _over_keys(shape: _Shape, rows: _Refs, add: Callable[..., Any], carry: Any):
   """Loops over the key blocks that this program's queries may attend to.
 
   Args:
-    block, window: as in `find_blocks`.
+    shape: what the program is compiled for.
     rows: references to queries, keys and ranges of key blocks.
     add: (slice of the keys, mask of the keys visible to each query [Q, T],
       carry) -> carry.
     carry: the initial carry.
   """
   queries_ref, keys_ref, ranges_ref = rows
-  row, _, here = _program(block)
+  row, _, here = _program(shape.block)
   queries = _queries(queries_ref, row, here)
   ranges = (ranges_ref[row, pl.program_id(0), i] for i in range(4))
   far, far_count, near, near_count = ranges
 
-  def body(i, carry):
+  def body(i: Array, carry: Any):
     index = jnp.where(i < far_count, far + i, near + i - far_count)
-    at = pl.ds(index * block, block)
-    return add(at, _visible(queries, at, keys_ref[row, at], window), carry)
+    at = pl.ds(index * shape.block, shape.block)
+    return add(
+      at, _visible(queries, at, keys_ref[row, at], shape.window), carry
+    )
 
   return jax.lax.fori_loop(0, far_count + near_count, body, carry)
 
 
-def _queries(queries_ref, row, at, axis=1):
+def _queries(queries_ref: Ref, row: Array, at: pl.Slice, axis: int = 1):
   """Returns the positions, segments and prefixes of queries, each [Q, 1]."""
   return [jnp.expand_dims(queries_ref[row, i, at], axis) for i in range(3)]
 
 
-def _visible(queries, at, keys, window, axis=0):
+def _visible(
+  queries: Sequence[Array],
+  at: pl.Slice,
+  keys: Array,
+  window: int | None,
+  axis: int = 0,
+):
   """Returns the mask [Q, T] of keys in a slice of the row, by query."""
   index, own, prefix = queries
   place = jnp.expand_dims(at.start + jnp.arange(at.size), axis)
@@ -259,18 +304,18 @@ def _visible(queries, at, keys, window, axis=0):
   return ((keys == own) | (keys == prefix)) & in_reach(place, index, window)
 
 
-def scores_of(q, k):
+def scores_of(q: Array, k: Array):
   """Returns scaled scores [Q, T] times log2(e), so that weights are exp2."""
   return dot(q, k, of_b=1) * (math.log2(math.e) * q.shape[1] ** -0.5)
 
 
-def softmax_start(q):
+def softmax_start(q: Array):
   """Returns the weighted sum, maximum and denominator over zero keys."""
   empty = jnp.zeros(q.shape[0], jnp.float32)
   return jnp.zeros(q.shape, jnp.float32), empty + MASKED, empty
 
 
-def softmax_step(q, k, v, visible, carry):
+def softmax_step(q: Array, k: Array, v: Array, visible: Array, carry: _Carry):
   """Adds a block of keys; `visible` [Q, T] selects the keys of each query."""
   out, top, total = carry
   scores = jnp.where(visible, scores_of(q, k), MASKED)
@@ -281,7 +326,7 @@ def softmax_step(q, k, v, visible, carry):
   return out, new_top, total * rescale + jnp.sum(weights, axis=1)
 
 
-def dot(a, b, axis=1, of_b=0):
+def dot(a: Array, b: Array, axis: int = 1, of_b: int = 0):
   """Contracts an axis of a with an axis of b, in float32."""
   contract = (((axis,), (of_b,)), ((), ()))
   return jax.lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import NamedSharding
 
 from jaxrl_llm.models import (
@@ -41,12 +42,12 @@ class ModelFns(NamedTuple):
   # (params, PackedRows, load=None) -> (heads.TokenLogprobs of
   #  the targets, auxiliary losses of the model by name, [R, C], which training
   #  adds). `load` is the result of the field of that name over all tokens.
-  logprobs: Callable[..., tuple[heads.TokenLogprobs, dict[str, jax.Array]]]
+  logprobs: Callable[..., tuple[heads.TokenLogprobs, dict[str, Array]]]
   # (params, tokens [B,T], mask [B,T]) -> float32 [B,T,V]; for tests and Colabs.
-  logits: Callable[..., jax.Array]
+  logits: Callable[..., Array]
   # (params, PackedRows, layers) -> [R,C,D], hidden states after that many
   #  layers, for probes and heads.
-  states: Callable[..., jax.Array]
+  states: Callable[..., Array]
   # (params) -> sampler_params, in the sampler's dtype and layout.
   for_sampling: Callable[..., Any]
   # Sharding of the arrays of the paged KV cache; None: one device.
@@ -67,7 +68,7 @@ class ModelFns(NamedTuple):
   choices: jax.ShapeDtypeStruct | None = None
   # (params, PackedRows) -> `experts.LOAD` of the rows; None: no experts, or no
   # loss that balances them.
-  load: Callable[..., jax.Array] | None = None
+  load: Callable[..., Array] | None = None
 
   @property
   def slots_sharding(self) -> NamedSharding | None:
@@ -87,7 +88,7 @@ class ValueFns(NamedTuple):
   # (params, PackedRows, load=None) -> (outputs of the head by name: `values`,
   #  float32 [R, C], and the other inputs of its loss, [R, C, ...]; auxiliary
   #  losses, as in `ModelFns`).
-  outputs: Callable[..., tuple[dict[str, jax.Array], dict[str, jax.Array]]]
+  outputs: Callable[..., tuple[dict[str, Array], dict[str, Array]]]
   # See `ModelFns`.
   shares_prompts: bool
   head: heads.ValueHead
@@ -97,82 +98,90 @@ class ValueFns(NamedTuple):
   load: Callable[..., Any] | None = None  # See `ModelFns`; of each critic.
 
 
-def _backbone_settings(
-  config, numerics, remat_policy, kernels, sharding, expert_capacity
-):
-  """Returns arguments of `transformer.hidden`, and if it sees prefixes."""
-  experts.check_mesh(config, sharding)
-  kinds = config.attention_kinds
-  make = choose(kernels, kinds, sharding).make_packed_attention
-  packed = {kind: make(kind, sharding=sharding) for kind in kinds}
-  settings = {
-    "config": config,
-    "numerics": numerics,
-    "remat_policy": remat_policy,
-    "attention": {kind: made.attend for kind, made in packed.items()},
-    "sharding": context.leading(sharding, 2),
-    "expert_capacity": expert_capacity,
-  }
-  return settings, all(made.sees_prefixes for made in packed.values())
+class _Layers:
+  """The layers in training, on packed rows, with the functions that run them.
 
-
-def _on_rows(function, parts):
-  """Wraps a function of merged parameters and of rows in zigzag order.
-
-  Layers process rows in the order of `context.zigzag_shard`. The wrapper takes
-  and returns rows in their original order, and accepts parameters in two trees.
-  Results with one axis are not of rows.
+  Layers process rows in the order of `context.zigzag_shard`.
   """
 
-  def run(params, packed, *arguments):
-    rows = context.zigzag_shard(packed, parts)
-    found = function(merge(params), rows, *arguments)
-    length = packed.tokens.shape[1]
-    return jax.tree.map(
-      lambda x: context.zigzag_unshard(x, parts, length) if x.ndim > 1 else x,
-      found,
+  def __init__(
+    self,
+    config: ModelConfig,
+    kernels: str,
+    sharding: NamedSharding | None,
+    **settings: Any,
+  ):
+    """Makes the attention; settings are those of `transformer.states`."""
+    experts.check_mesh(config, sharding)
+    kinds = config.attention_kinds
+    make = choose(kernels, kinds, sharding).make_packed_attention
+    packed = {kind: make(kind, sharding=sharding) for kind in kinds}
+    attention = {kind: made.attend for kind, made in packed.items()}
+    settings |= {"config": config, "attention": attention}
+    settings["sharding"] = context.leading(sharding, 2)
+    self.config, self._parts = config, context.num_shards(sharding, 1)
+    self.sees_prefixes = all(made.sees_prefixes for made in packed.values())
+    self._states = functools.partial(transformer.states, **settings)
+    self._hidden = functools.partial(transformer.hidden, **settings)
+    balanced = any(kind.balance for kind in experts.kinds(config))
+    self.load = self.on_rows(self._load) if balanced else None
+
+  def on_rows(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function of merged parameters and of rows in zigzag order.
+
+    The wrapper takes and returns rows in their original order, and accepts
+    parameters in two trees. Results with one axis are not of rows.
+    """
+
+    def run(params: Any, packed: PackedRows, *arguments):
+      rows = context.zigzag_shard(packed, self._parts)
+      found = function(merge(params), rows, *arguments)
+      sizes = self._parts, packed.tokens.shape[1]
+      back = lambda x: context.zigzag_unshard(x, *sizes) if x.ndim > 1 else x
+      return jax.tree.map(back, found)
+
+    return run
+
+  def _load(self, *given: Any):
+    return self._states(*given)[1][experts.LOAD]
+
+  def states(self, params: Any, packed: PackedRows, layers: int):
+    return self._states(params, packed, layers=layers)[0]
+
+  def hidden(self, *given: Any, load: Array | None):
+    """Returns final hidden states and the auxiliary losses."""
+    states, aux = self._hidden(*given, load=load)
+    aux.pop(experts.LOAD, None)
+    return states, aux
+
+  def logits(self, params: Any, tokens: Array, mask: Array):
+    segments = mask.astype(jnp.int32)
+    positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
+    packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
+    states, _ = self.on_rows(self._hidden)(params, packed)
+    return transformer.logits(merge(params), states, self.config)
+
+  def logprobs(
+    self,
+    params: Any,
+    packed: PackedRows,
+    load: Array | None = None,
+    **in_chunks,
+  ):
+    states, aux = self.hidden(params, packed, load=load)
+    of_tokens = states, packed.targets, packed.mask
+    to_rows = lambda x: context.shards_to_rows(x, self._parts)
+    states, targets, mask = map(to_rows, of_tokens)
+    kernel, tied = transformer.head(params)
+    temperature = 1.0 if packed.temperature is None else packed.temperature
+    scored = heads.chunked_logprobs(
+      states, kernel, targets, mask, temperature, tied=tied, **in_chunks
     )
-
-  return run
-
-
-def _logits(params, tokens, mask, *, backbone, config):
-  segments = mask.astype(jnp.int32)
-  positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
-  packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
-  states, _ = backbone(params, packed)
-  return transformer.logits(merge(params), states, config)
+    back = lambda x: context.rows_to_shards(x, self._parts)
+    return heads.TokenLogprobs(*map(back, scored)), aux
 
 
-def _logprobs(params, packed, load=None, *, backbone, parts, **in_chunks):
-  states, aux = backbone(params, packed, load=load)
-  aux.pop(experts.LOAD, None)
-  of_tokens = states, packed.targets, packed.mask
-  states, targets, mask = (context.shards_to_rows(x, parts) for x in of_tokens)
-  kernel, tied = transformer.head(params)
-  temperature = 1.0 if packed.temperature is None else packed.temperature
-  scored = heads.chunked_logprobs(
-    states, kernel, targets, mask, temperature, tied=tied, **in_chunks
-  )
-  scored = heads.TokenLogprobs(
-    *(context.rows_to_shards(x, parts) for x in scored)
-  )
-  return scored, aux
-
-
-def _make_load(settings, parts):
-  """Makes the function `ModelFns.load`."""
-  if not any(kind.balance for kind in experts.kinds(settings["config"])):
-    return None
-  run = functools.partial(transformer.states, **settings)
-  return _on_rows(lambda *given: run(*given)[1][experts.LOAD], parts)
-
-
-def _states(params, packed, layers, *, settings):
-  return transformer.states(params, packed, layers=layers, **settings)[0]
-
-
-def _init_surprise(embedding):
+def _init_surprise(embedding: Array):
   """Returns the embedding of one nat, float32 [D], half as long as a token's.
 
   Its direction is random, but the same in every run. When initialised to zeros,
@@ -182,7 +191,7 @@ def _init_surprise(embedding):
   return 0.5 * jnp.std(embedding) * direction
 
 
-def _embed_surprise(params, logprobs):
+def _embed_surprise(params: Any, logprobs: Array):
   """Embeds log-probs [R, C] in nats as [R, C, D]."""
   nats = jnp.minimum(-logprobs, _MAX_SURPRISE)
   return nats[..., None] * params["surprise"]["kernel"][None, None]
@@ -237,43 +246,41 @@ def make_policy(
       are no experts whose routing could be replayed.
   """
   bind = functools.partial
-  settings, sees_prefixes = _backbone_settings(
-    config, numerics, remat_policy, kernels, sharding, expert_capacity
+  layers = _Layers(
+    *(config, kernels, sharding),
+    numerics=numerics,
+    remat_policy=remat_policy,
+    expert_capacity=expert_capacity,
+    replay=replay_routing,
   )
   choices = experts.choices_shape(config) if replay_routing else None
-  settings["replay"] = choices is not None
   experts.check_mesh(config, sampler_sharding)
   kinds = config.attention_kinds
-  make = functools.partial(
-    choose(kernels, kinds, sampler_sharding).make_kernels,
-    sharding=sampler_sharding,
-    kv_block=kv_block,
+  make = choose(kernels, kinds, sampler_sharding).make_kernels
+  make = bind(make, sharding=sampler_sharding, kv_block=kv_block)
+  sampled = decoding.SamplerModel(
+    config,
+    sampler or Numerics.all(numerics.activations, matmul=numerics.matmul),
+    {kind: make(kind) for kind in kinds},
+    choices,
   )
-  backends = {kind: make(kind) for kind in kinds}
-  sampler = sampler or Numerics.all(
-    numerics.activations, matmul=numerics.matmul
-  )
-  sampled = decoding.SamplerModel(config, sampler, backends, choices)
-  parts = context.num_shards(sharding, 1)  # Shards of a row.
-  backbone = bind(transformer.hidden, **settings)
   in_chunks = {"chunk": head_chunk, "sharding": head_sharding}
   in_chunks["unused"] = config.unused
-  logprobs = bind(_logprobs, backbone=backbone, parts=parts, **in_chunks)
   return ModelFns(
     config=config,
     init=bind(transformer.init, config=config),
-    logprobs=_on_rows(logprobs, parts),
-    logits=bind(_logits, backbone=_on_rows(backbone, parts), config=config),
-    states=_on_rows(bind(_states, settings=settings), parts),
+    logprobs=layers.on_rows(bind(layers.logprobs, **in_chunks)),
+    logits=layers.logits,
+    states=layers.on_rows(layers.states),
     for_sampling=sampled.for_sampling,
     kv_sharding=sampled.backend.kv_sharding,
     shares_pages=sampled.backend.shares_pages,
-    shares_prompts=sees_prefixes,
+    shares_prompts=layers.sees_prefixes,
     init_kv_cache=sampled.init_kv_cache,
     prefill=sampled.prefill,
     decode=sampled.decode,
     choices=choices,
-    load=_make_load(settings, parts),
+    load=layers.load,
   )
 
 
@@ -299,12 +306,14 @@ def make_value(
       policy finds unlikely depends on its head, which a critic lacks.
     head: turns the outputs of a linear layer into values.
   """
-  settings, sees_prefixes = _backbone_settings(
-    config, numerics, remat_policy, kernels, sharding, expert_capacity
+  layers = _Layers(
+    *(config, kernels, sharding),
+    numerics=numerics,
+    remat_policy=remat_policy,
+    expert_capacity=expert_capacity,
   )
-  parts = context.num_shards(sharding, 1)
 
-  def from_policy(params):
+  def from_policy(params: Any):
     """Copies the backbone and the value head; a new head is zero.
 
     Adapters are not copied: training starts from the base.
@@ -330,16 +339,12 @@ def make_value(
   def init(key: chex.PRNGKey):
     return from_policy(transformer.init(key, config))
 
-  def outputs(params, packed, load=None):
+  def outputs(params: Any, packed: PackedRows, load: Array | None = None):
     extra = _embed_surprise(params, packed.logprobs) if reads_logprobs else None
-    states, aux = transformer.hidden(
-      params, packed, extra, load=load, **settings
-    )
-    aux.pop(experts.LOAD, None)
+    states, aux = layers.hidden(params, packed, extra, load=load)
     linear, states = params["value_head"], states.astype(jnp.float32)
     found = jnp.dot(states, linear["kernel"]) + linear["bias"][None, None]
     return head.read(found), aux
 
-  functions = init, from_policy, _on_rows(outputs, parts)
-  load = _make_load(settings, parts)
-  return ValueFns(config, *functions, sees_prefixes, head, load=load)
+  functions = init, from_policy, layers.on_rows(outputs), layers.sees_prefixes
+  return ValueFns(config, *functions, head, load=layers.load)

@@ -1,8 +1,12 @@
 """Grouped matrix products: each row times the matrix of its group."""
 
+from collections.abc import Callable
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 _MAX_SIZE = 2**31  # Elements of an array: kernels use 32-bit offsets.
 
@@ -10,7 +14,7 @@ _MAX_SIZE = 2**31  # Elements of an array: kernels use 32-bit offsets.
 @jax.custom_vjp
 def grouped_matmul(
   x: chex.Array, kernel: chex.Array, sizes: chex.Array
-) -> jax.Array:
+) -> Array:
   """Multiplies each row by the matrix of its group, with float32 sums.
 
   Uses a Pallas kernel on GPUs, where `jax.lax.ragged_dot` copies the rows for
@@ -33,8 +37,8 @@ def _forward(*residuals):
   return _by_platform(on_gpu, _ragged_dot, *residuals), residuals
 
 
-def _backward(residuals, g):
-  def by_xla(x, kernel, sizes, g):
+def _backward(residuals: tuple[Array, ...], g: Array):
+  def by_xla(x: Array, kernel: Array, sizes: Array, g: Array):
     multiply = lambda x, kernel: _ragged_dot(x, kernel, sizes)
     return jax.vjp(multiply, x, kernel)[1](g)
 
@@ -52,12 +56,14 @@ def _kernels():
   return grouped_gpu
 
 
-def _by_platform(on_gpu, by_xla, *arguments):
+def _by_platform(
+  on_gpu: Callable[..., Any], by_xla: Callable[..., Any], *arguments
+):
   if any(x.size >= _MAX_SIZE for x in arguments):
     return by_xla(*arguments)
   return jax.lax.platform_dependent(*arguments, cuda=on_gpu, default=by_xla)
 
 
-def _ragged_dot(x, kernel, sizes):
+def _ragged_dot(x: Array, kernel: Array, sizes: Array):
   y = jax.lax.ragged_dot(x, kernel, sizes, preferred_element_type=jnp.float32)
   return y.astype(x.dtype)

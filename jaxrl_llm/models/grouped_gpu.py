@@ -14,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
@@ -25,12 +26,12 @@ _ROWS, _COLUMNS, _TERMS = 64, 128, 64
 
 
 def multiply(
-  x: jax.Array,
-  kernel: jax.Array,
-  sizes: jax.Array,
+  x: Array,
+  kernel: Array,
+  sizes: Array,
   *,
   transposed: bool = False,
-) -> jax.Array:
+) -> Array:
   """Multiplies rows [N, in] with their group's matrix, in the dtype of x.
 
   Args:
@@ -55,8 +56,8 @@ def multiply(
 
 
 def gradients(
-  x: jax.Array, kernel: jax.Array, sizes: jax.Array, g: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+  x: Array, kernel: Array, sizes: Array, g: Array
+) -> tuple[Array, Array]:
   """Returns the gradients of x and kernel, in their dtypes.
 
   Args:
@@ -75,7 +76,7 @@ def gradients(
   return d_x, d_kernel
 
 
-def _find_tiles(sizes, count, rows):
+def _find_tiles(sizes: Array, count: int, rows: int):
   """Returns the group, first row and end of every tile, int32 [T, 3].
 
   Rows after the last group belong to group E.
@@ -90,13 +91,20 @@ def _find_tiles(sizes, count, rows):
   return jnp.stack([group, first, ends[group]], axis=1)
 
 
-def _grouped_product(rows, transposed, x_ref, kernel_ref, tiles_ref, out_ref):
+def _grouped_product(
+  rows: int,
+  transposed: bool,
+  x_ref: jax.Ref,
+  kernel_ref: jax.Ref,
+  tiles_ref: jax.Ref,
+  out_ref: jax.Ref,
+):
   column, tile = _block(pl.program_id(0), _COLUMNS), pl.program_id(1)
   group, first, end = (tiles_ref[tile, i] for i in range(3))
   row = first + jnp.arange(rows)
   axis = 1 if transposed else 0  # Axis of the terms in a block of the matrix.
 
-  def add(i, sum_):
+  def add(i: Array, sum_: Array):
     term = _block(i, _TERMS)
     a = _load(x_ref, (), row, term, end)
     at = (column, term) if transposed else (term, column)
@@ -111,12 +119,14 @@ def _grouped_product(rows, transposed, x_ref, kernel_ref, tiles_ref, out_ref):
   _store(out, out_ref, (), row, column, end)
 
 
-def _grouped_outer_product(x_ref, g_ref, spans_ref, out_ref):
+def _grouped_outer_product(
+  x_ref: jax.Ref, g_ref: jax.Ref, spans_ref: jax.Ref, out_ref: jax.Ref
+):
   column, inner, group = (pl.program_id(i) for i in range(3))
   column, inner = _block(column, _COLUMNS), _block(inner, _ROWS)
   first, end = spans_ref[group, 0], spans_ref[group, 1]
 
-  def add(i, sum_):
+  def add(i: Array, sum_: Array):
     row = first + _block(i, _TERMS)
     a = _load(x_ref, (), row, inner, end)
     b = _load(g_ref, (), row, column, end)
@@ -128,11 +138,17 @@ def _grouped_outer_product(x_ref, g_ref, spans_ref, out_ref):
   _store(out, out_ref, (group,), inner, column, out_ref.shape[1])
 
 
-def _block(i, size):
+def _block(i: Array, size: int):
   return i * size + jnp.arange(size)
 
 
-def _part(ref, group, row, column, end):
+def _part(
+  ref: jax.Ref,
+  group: tuple[Array, ...],
+  row: Array,
+  column: Array,
+  end: Array | int,
+):
   """Returns a block of a matrix, and the mask of its elements within bounds."""
   mask = (row < end)[:, None] & (column < ref.shape[-1])[None]
   return ref.at[*group, row[:, None], column[None]], mask
@@ -143,6 +159,6 @@ def _load(*where):
   return triton.load(part, mask=mask, other=0.0)
 
 
-def _store(value, ref, *where):
+def _store(value: Array, ref: jax.Ref, *where):
   part, mask = _part(ref, *where)
   triton.store(part, value.astype(ref.dtype), mask=mask)

@@ -14,12 +14,13 @@ per chunk this takes longer than the products (`default_chunk`).
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import context
@@ -33,8 +34,8 @@ _CHUNK_BYTES = 2**29  # Float32 logits of a chunk on an accelerator.
 class TokenLogprobs(NamedTuple):
   """Per-token results of the head, 0 where masked."""
 
-  logprobs: jax.Array  # float32 [B, T], log π(target).
-  entropy: jax.Array  # float32 [B, T], −Σ π log π in nats.
+  logprobs: Array  # float32 [B, T], log π(target).
+  entropy: Array  # float32 [B, T], −Σ π log π in nats.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ValueHead:
   # Interval of the values; None: all numbers.
   support: tuple[float, float] | None = None
 
-  def read(self, outputs: chex.Array) -> dict[str, jax.Array]:
+  def read(self, outputs: chex.Array) -> dict[str, Array]:
     """Returns `values` [...] from outputs [..., K], and inputs of the loss."""
     return {"values": outputs[..., 0]}
 
@@ -53,7 +54,16 @@ class ValueHead:
 SCALAR = ValueHead()
 
 
-def project(hidden: chex.Array, kernel: chex.Array, tied: bool) -> jax.Array:
+class _Settings(NamedTuple):
+  """Static arguments of `chunked_logprobs`."""
+
+  tied: bool
+  chunk: int
+  sharding: NamedSharding | None
+  unused: tuple[int, ...]
+
+
+def project(hidden: chex.Array, kernel: chex.Array, tied: bool) -> Array:
   """Returns float32 logits [..., V]; kernel is [V, D] if tied, else [D, V]."""
   equation = "...d,vd->...v" if tied else "...d,dv->...v"
   return einsum(equation, hidden, kernel.astype(hidden.dtype))
@@ -61,7 +71,7 @@ def project(hidden: chex.Array, kernel: chex.Array, tied: bool) -> jax.Array:
 
 def logits(
   hidden: chex.Array, kernel: chex.Array, tied: bool, unused: tuple[int, ...]
-) -> jax.Array:
+) -> Array:
   """Returns float32 logits [..., V], -inf for ids that are not tokens.
 
   Args:
@@ -137,23 +147,30 @@ def chunked_logprobs(
   chunk = min(chunk or default_chunk(platform_of(sharding), *sizes), time)
   temperature = jnp.asarray(temperature, jnp.float32)
   arrays = hidden, kernel, targets, mask, temperature
-  return TokenLogprobs(*_logprobs(*arrays, tied, chunk, sharding, unused))
+  settings = _Settings(tied, chunk, sharding, unused)
+  return TokenLogprobs(*_logprobs(*arrays, settings))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _logprobs(*arguments):
   return _forward(*arguments)[0]
 
 
 def _forward(
-  hidden, kernel, targets, mask, temperature, tied, chunk, sharding, unused
+  hidden: Array,
+  kernel: Array,
+  targets: Array,
+  mask: Array,
+  temperature: Array,
+  settings: _Settings,
 ):
+  tied, chunk, sharding, unused = settings
   whole = _gathered(kernel, hidden.dtype, tied, sharding)
   order, count, hidden_front, targets_front = _loss_first(
     hidden, targets, mask, chunk
   )
 
-  def body(i, carry):
+  def body(i: Array, carry: tuple[Array, ...]):
     rows = _slice(hidden_front, i, chunk)
     scaled = logits(rows, whole, tied, unused) / temperature
     top = jnp.max(scaled, axis=-1)
@@ -176,12 +193,15 @@ def _forward(
   return outputs, (hidden, kernel, targets, mask, temperature, found[1:])
 
 
-def _finite(logp, unused):
+def _finite(logp: Array, unused: tuple[int, ...]):
   """Bounds log-probs from below: 0 times -inf would be NaN."""
   return jnp.maximum(logp, jnp.finfo(logp.dtype).min) if unused else logp
 
 
-def _backward(tied, chunk, sharding, unused, residuals, cotangents):
+def _backward(
+  settings: _Settings, residuals: tuple[Any, ...], cotangents: tuple[Array, ...]
+):
+  tied, chunk, sharding, unused = settings
   hidden, kernel, targets, mask, temperature, of_tokens = residuals
   whole = _gathered(kernel, hidden.dtype, tied, sharding)
   groups = _groups(len(hidden), sharding)
@@ -201,7 +221,7 @@ def _backward(tied, chunk, sharding, unused, residuals, cotangents):
   d_hidden_zero = jnp.zeros(hidden_front.shape, jnp.float32)
   vocabulary = jnp.arange(kernel.shape[0 if tied else 1])[None, None]
 
-  def body(i, carry):
+  def body(i: Array, carry: tuple[Array, ...]):
     d_hidden, d_kernel = carry
     rows = _slice(hidden_front, i, chunk)
     target, g_lp, g_ent, entropy, top, log_sum = (
@@ -232,7 +252,9 @@ def _backward(tied, chunk, sharding, unused, residuals, cotangents):
 _logprobs.defvjp(_forward, _backward)
 
 
-def _gathered(kernel, dtype, tied, sharding):
+def _gathered(
+  kernel: Array, dtype: jnp.dtype, tied: bool, sharding: NamedSharding | None
+):
   """Gathers the kernel for all chunks, except along the vocabulary."""
   if sharding is None:
     return kernel
@@ -242,13 +264,13 @@ def _gathered(kernel, dtype, tied, sharding):
   return jax.lax.with_sharding_constraint(kernel.astype(dtype), place)
 
 
-def _groups(rows, sharding):
+def _groups(rows: int, sharding: NamedSharding | None):
   """Returns the number of groups of devices that rows are split among."""
   groups = context.num_shards(sharding, 0)
   return 1 if rows % groups else groups
 
 
-def _loss_first(hidden, targets, mask, chunk):
+def _loss_first(hidden: Array, targets: Array, mask: Array, chunk: int):
   """Sorts each row so that its loss positions come first.
 
   Returns the order, padded to whole chunks, the number of chunks with a loss
@@ -264,18 +286,18 @@ def _loss_first(hidden, targets, mask, chunk):
 
 
 @jax.vmap
-def _take(x, index):
+def _take(x: Array, index: Array):
   return x.at[index].get(mode="fill", fill_value=0)  # 0 in a chunk's padding.
 
 
-def _restore(x, order, mask):
+def _restore(x: Array, order: Array, mask: Array):
   """Undoes `_take` with this order."""
   return _take(x, jnp.argsort(order, axis=1)[:, : mask.shape[1]])
 
 
-def _slice(x, i, chunk):
+def _slice(x: Array, i: Array, chunk: int):
   return jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1)
 
 
-def _update(x, new, i, chunk):
+def _update(x: Array, new: Array, i: Array, chunk: int):
   return jax.lax.dynamic_update_slice_in_dim(x, new, i * chunk, axis=1)

@@ -199,7 +199,14 @@ def to_arrays(
   return {entry.name: entry.to_host() for entry in entries}
 
 
-def _from_tensors(listing, tensors, config, dtype, places, outputs) -> Params:
+def _from_tensors(
+  listing: pathlib.Path,
+  tensors: Mapping[str, hf_files.Tensor],
+  config: ModelConfig,
+  dtype: Any,
+  places: Params | None,
+  outputs: int | None,
+) -> Params:
   """Builds parameters from open tensors; for arguments see `read_params`."""
   hf_files.check_tensors(listing, tensors, tensor_shapes(config, outputs))
   flat_places = traverse_util.flatten_dict(places or {})
@@ -218,7 +225,7 @@ def _stored(
 ) -> Params:
   """Quantises a parameter before the next one is read; paths are flat."""
 
-  def store(params):
+  def store(params: Params):
     stored = adapters.store(traverse_util.unflatten_dict(params))
     return traverse_util.flatten_dict(stored)
 

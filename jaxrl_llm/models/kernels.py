@@ -12,13 +12,17 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError, check_choice
 from jaxrl_llm.models import attention, context, kv_cache, paged_attention
+from jaxrl_llm.models.kv_cache import BlockTables
 from jaxrl_llm.models.layers import AttentionKind
+from jaxrl_llm.models.paged_attention import PagedLayer
 
 NAMES = ("auto", "xla", "pallas")
 _MODULES = {  # Kernels by platform.
@@ -32,7 +36,7 @@ class PackedAttention(NamedTuple):
 
   # (q [R,C,H,d], k [R,C,K,d], v, segments [R,C], prefixes [R,C])
   #  -> [R,C,H,d]; see `attention.packed_attention`.
-  attend: Callable[..., jax.Array]
+  attend: Callable[..., Array]
   # Whether `attend` supports prefixes, so that samples share one copy of their
   # prompt; otherwise each sample has its own copy.
   sees_prefixes: bool
@@ -58,12 +62,12 @@ class Kernels(NamedTuple):
   # (q [S,Q,H,d], paged layer, BlockTables, positions [S,Q]) -> [S,Q,H,d]: a
   #  query attends to its own and earlier positions; 0 for a slot without pages.
   #  Positions of a slot are consecutive.
-  paged_attention: Callable[..., jax.Array]
+  paged_attention: Callable[..., Array]
   # (contiguous layer, k [N,Q,K,d], v, start) -> the layer, updated from
   #  position `start` on; `start` and the sequence length are multiples of Q.
   write_contiguous: Callable[..., Any]
   # (q [N,Q,H,d], contiguous layer, start) -> [N,Q,H,d], also causal.
-  prefill_attention: Callable[..., jax.Array]
+  prefill_attention: Callable[..., Array]
 
 
 class Backend(NamedTuple):
@@ -133,7 +137,12 @@ def layer_sharding(
   return NamedSharding(sharding.mesh, PartitionSpec(slots, *between, *heads))
 
 
-def on_devices(function, sharding, like, *arguments):
+def on_devices(
+  function: Callable[..., Array],
+  sharding: NamedSharding | None,
+  like: Array,
+  *arguments,
+):
   """Maps a function over devices; `like` is an array with its result's axes.
 
   The first axis (shards, sequences or slots) and the heads, the second to last
@@ -146,7 +155,7 @@ def on_devices(function, sharding, like, *arguments):
   if len(arguments[0]) % context.num_shards(sharding, 0):
     slots = None
 
-  def place(x):
+  def place(x: Array):
     after = (*[None] * (x.ndim - 3), *heads) if x.ndim > 3 else ()
     spec = PartitionSpec(*(slots, *after)[: x.ndim])
     return NamedSharding(sharding.mesh, spec)
@@ -158,8 +167,8 @@ def on_devices(function, sharding, like, *arguments):
 def make_interleaved(
   heads: int,
   size: int,
-  attend_paged: Callable[..., jax.Array],
-  attend_contiguous: Callable[..., jax.Array],
+  attend_paged: Callable[..., Array],
+  attend_contiguous: Callable[..., Array],
   *,
   check: Callable[..., None],
   sharding: NamedSharding | None,
@@ -181,15 +190,17 @@ def make_interleaved(
   """
   entry = (2 * heads * context.num_shards(sharding, 1), size)
 
-  def init_paged(shards, pages, page_size, dtype):
+  def init_paged(shards: int, pages: int, page_size: int, dtype: Any):
     check((shards, pages, page_size, *entry), jnp.dtype(dtype))
     return (jnp.zeros((shards, pages, page_size, *entry), dtype),)
 
-  def init_contiguous(sequences, length, dtype):
+  def init_contiguous(sequences: int, length: int, dtype: Any):
     return jnp.zeros((sequences, length, *entry), dtype)
 
-  def write(function, layer, k, v, *where):
-    def on_device(layer, k, v, *where):
+  def write(
+    function: Callable[..., Array], layer: Array, k: Array, v: Array, *where
+  ):
+    def on_device(layer: Array, k: Array, v: Array, *where):
       missing = (0, heads - k.shape[2]), (0, 0), (0, size - k.shape[3])
       new = jnp.pad(jnp.stack([k, v], axis=3), ((0, 0), (0, 0), *missing))
       new = new.reshape(*k.shape[:2], 2 * heads, size).astype(layer.dtype)
@@ -197,19 +208,28 @@ def make_interleaved(
 
     return on_devices(on_device, sharding, layer, layer, k, v, *where)
 
-  def write_paged(layer, k, v, block_tables, positions, writing):
+  def write_paged(
+    layer: tuple[Array],
+    k: Array,
+    v: Array,
+    block_tables: BlockTables,
+    positions: Array,
+    writing: Array,
+  ):
     where = block_tables.page_indices, positions, writing
     return (write(kv_cache.write_tokens, layer[0], k, v, *where),)
 
-  def paged_attention(q, layer, block_tables, positions):
+  def paged_attention(
+    q: Array, layer: tuple[Array], block_tables: BlockTables, positions: Array
+  ):
     where = block_tables.page_indices, positions
     return on_devices(attend_paged, sharding, q, layer[0], q, *where)
 
-  def write_contiguous(layer, k, v, start):
+  def write_contiguous(layer: Array, k: Array, v: Array, start: chex.Numeric):
     update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
     return write(update, layer, k, v, jnp.int32(start))
 
-  def prefill_attention(q, layer, start):
+  def prefill_attention(q: Array, layer: Array, start: chex.Numeric):
     where = layer, q, jnp.int32(start)
     return on_devices(attend_contiguous, sharding, q, *where)
 
@@ -249,21 +269,21 @@ def make_xla(
   del kv_block  # XLA chooses the blocks.
   heads, size = kind.num_kv_heads, kind.head_dim
 
-  def zeros(*shape, dtype):
+  def zeros(*shape, dtype: Any):
     *outer, length = shape
     return (
       jnp.zeros((*outer, heads, size, length), dtype),
       jnp.zeros((*outer, heads, length, size), dtype),
     )
 
-  def init_paged(shards, pages, page_size, dtype):
+  def init_paged(shards: int, pages: int, page_size: int, dtype: Any):
     sizes = paged_attention.segment_sizes(pages)
     return tuple(zeros(shards, n, page_size, dtype=dtype) for n in sizes)
 
-  def init_contiguous(sequences, length, dtype):
+  def init_contiguous(sequences: int, length: int, dtype: Any):
     return zeros(sequences, length, dtype=dtype)
 
-  def attend(q, layer, *arguments):
+  def attend(q: Array, layer: PagedLayer, *arguments):
     # Matrix products do not support 8-bit floats.
     wide = lambda x: x.astype(q.dtype) if x.dtype.itemsize == 1 else x
     layer = jax.tree.map(wide, layer)

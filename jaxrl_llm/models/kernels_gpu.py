@@ -31,6 +31,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding
@@ -69,7 +70,15 @@ def make_packed_attention(
     sharding: sharding of keys [R, C, K, d]; None: one device.
   """
 
-  def on_device(index, q, k, v, segments, prefixes, keys):
+  def on_device(
+    index: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array,
+    prefixes: Array,
+    keys: Array,
+  ):
     index = jnp.broadcast_to(index[None], segments.shape)
     prefixes = jnp.where(prefixes > 0, prefixes, -1)
     queries = jnp.stack([index, segments, prefixes], 1)
@@ -91,7 +100,7 @@ def make_pallas(
   """
   parts = context.num_shards(sharding, 1)
 
-  def check(shape, _):
+  def check(shape: tuple[int, ...], _: jnp.dtype):
     if math.prod(shape) >= _MAX_SIZE * parts * context.num_shards(sharding, 0):
       raise InputError(
         f"kernels='pallas' supports fewer than {_MAX_SIZE:,} elements in the KV"
@@ -107,7 +116,7 @@ def make_pallas(
   )
 
 
-def _prefill(layer, q, start, *, window):
+def _prefill(layer: Array, q: Array, start: Array, *, window: int | None):
   """Computes causal attention to contiguous sequences, on one device.
 
   Args:
@@ -125,7 +134,15 @@ def _prefill(layer, q, start, *, window):
   )
 
 
-def _decode(layer, q, page_indices, positions, *, window, kv_block):
+def _decode(
+  layer: Array,
+  q: Array,
+  page_indices: Array,
+  positions: Array,
+  *,
+  window: int | None,
+  kv_block: int,
+):
   """Computes attention to the pages of each slot, on one device.
 
   Args:
@@ -169,7 +186,14 @@ def _decode(layer, q, page_indices, positions, *, window, kv_block):
   return out.reshape(q.shape)
 
 
-def _decode_partition(partition, rows, window, arrays, out_ref, lse_ref):
+def _decode_partition(
+  partition: int,
+  rows: int,
+  window: int | None,
+  arrays: tuple[jax.Ref, ...],
+  out_ref: jax.Ref,
+  lse_ref: jax.Ref,
+):
   q_ref, layer_ref, pages_ref, positions_ref, spans_ref = arrays
   block, part, head, slot = (pl.program_id(i) for i in range(4))
   shards, pages, page_size, kv_heads, size = layer_ref.shape
@@ -192,7 +216,7 @@ def _decode_partition(partition, rows, window, arrays, out_ref, lse_ref):
     keys = flash_gpu.block_size(q, partition)
     begin = jnp.maximum(start, flash_gpu.div(first, keys) * keys)
 
-    def body(i, carry):
+    def body(i: Array, carry: tuple[Array, ...]):
       place = begin + i * keys + jnp.arange(keys)
       page = pages_ref.at[slot, flash_gpu.div(place, page_size)]
       page = triton.load(page, mask=place < end, other=pages)
@@ -214,7 +238,13 @@ def _decode_partition(partition, rows, window, arrays, out_ref, lse_ref):
     triton.store(lse_ref.at[slot, part, at], lse, mask=present)
 
 
-def _decode_merge(partition, partial_ref, lse_ref, spans_ref, out_ref):
+def _decode_merge(
+  partition: int,
+  partial_ref: jax.Ref,
+  lse_ref: jax.Ref,
+  spans_ref: jax.Ref,
+  out_ref: jax.Ref,
+):
   query, slot = pl.program_id(0), pl.program_id(1)
   part = jnp.arange(pl.next_power_of_2(lse_ref.shape[1]))
   first = flash_gpu.div(spans_ref[slot, 0], partition)

@@ -20,10 +20,13 @@ Reference:
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
@@ -68,7 +71,7 @@ def make_packed_attention(
   parts = context.num_shards(sharding, 1)
   heads = kind.num_heads // context.num_shards(sharding, 2)
 
-  def attention(q, k, v, segments, prefixes):
+  def attention(q: Array, k: Array, v: Array, segments: Array, prefixes: Array):
     del prefixes  # There are none.
     length, time = q.shape[1], q.shape[1] // parts
     block = min(_ROW_BLOCK, -(-time // _LANES) * _LANES)
@@ -76,7 +79,7 @@ def make_packed_attention(
     # Padding is a segment of its own, 0.
     padded = lambda x: context.pad(context.pad(x, 1, block), 3, _LANES)
 
-    def on_device(attend, q, k, v, segments):
+    def on_device(attend: Any, q: Array, k: Array, v: Array, segments: Array):
       # Numbers decrease from sample to sample and then to padding, so that the
       # segments of a block lie between its first and its last number.
       segments = jnp.where(segments > 0, length + 2 - segments, 1)
@@ -110,7 +113,9 @@ def make_packed_attention(
   return PackedAttention(attention, sees_prefixes=False)
 
 
-def _attend_row(attend, q, k, v, segments):
+def _attend_row(
+  attend: Any, q: Array, k: Array, v: Array, segments: splash.SegmentIds
+):
   """Computes attention in one row, skipping blocks without a common segment.
 
   Args:
@@ -131,7 +136,9 @@ def _attend_row(attend, q, k, v, segments):
   return own(*heads_first, segments).swapaxes(0, 1)
 
 
-def _skip_blocks(info, segments, block, *, by_keys=False):
+def _skip_blocks(
+  info: Any, segments: splash.SegmentIds, block: int, *, by_keys: bool = False
+):
   """Removes blocks without a common segment from a mask.
 
   Args:
@@ -179,7 +186,7 @@ def make_pallas(
   heads, size = kind.num_kv_heads // parts, kind.head_dim  # On one device.
   padded = (_padded_heads(heads), -(-size // _LANES) * _LANES)
 
-  def check(shape, dtype):
+  def check(shape: tuple[int, ...], dtype: jnp.dtype):
     if dtype.itemsize == 1 and padded[0] == 1:
       raise InputError(
         f"a KV cache of {dtype} needs two KV heads per device, but the model"
@@ -187,7 +194,9 @@ def make_pallas(
         " sampler.mesh.tensor"
       )
 
-  def attend(function, layer, q, *arguments):
+  def attend(
+    function: Callable[..., Array], layer: Array, q: Array, *arguments
+  ):
     # Query heads stay with their KV head.
     grouped = q.reshape(*q.shape[:2], heads, -1, size)
     for axis, block in zip((2, 4), padded):
@@ -203,7 +212,7 @@ def make_pallas(
   return make_interleaved(*padded, *functions, check=check, sharding=sharding)
 
 
-def _attend_contiguous(layer, q, start, **settings):
+def _attend_contiguous(layer: Array, q: Array, start: Array, **settings):
   """Computes attention to contiguous sequences as consecutive pages.
 
   A page has Q tokens.
@@ -222,7 +231,14 @@ def _attend_contiguous(layer, q, start, **settings):
 
 
 def _attend_paged(
-  layer, q, page_indices, positions, *, scale, window, kv_block
+  layer: Array,
+  q: Array,
+  page_indices: Array,
+  positions: Array,
+  *,
+  scale: float,
+  window: int | None,
+  kv_block: int,
 ):
   """Computes attention to the pages of each slot, on one device.
 
@@ -275,7 +291,7 @@ def _attend_paged(
   return jnp.where(held[:, None, None, None], out.reshape(q.shape), 0)
 
 
-def _padded_heads(heads):
+def _padded_heads(heads: int):
   """Rounds a number of heads up to one that fills whole registers."""
   return next((n for n in (1, 2, 4) if n >= heads), -(-heads // 8) * 8)
 

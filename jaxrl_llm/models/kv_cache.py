@@ -7,12 +7,14 @@ of prefill, is a similar tree of arrays [N, ...] with N sequences of T tokens. A
 page and a sequence differ in one axis only, of size page_size or T.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 KVCache = tuple[Any, ...]  # Layers: a tuple of segments, or contiguous.
 
@@ -70,7 +72,7 @@ def page_and_offset(
   writing: chex.Array,
   pages: int,
   page_size: int,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
   """Returns the page of each token (P if it is not written) and its offset.
 
   Args:
@@ -93,7 +95,7 @@ def write_tokens(
   page_indices: chex.Array,
   positions: chex.Array,
   writing: chex.Array,
-) -> jax.Array:
+) -> Array:
   """Writes Q new tokens per slot into pages that store tokens contiguously.
 
   Args:
@@ -128,7 +130,7 @@ def write_pages(
   pages = pages.swapaxes(0, 1)
   count, blocks = pages.shape[1:]
 
-  def write(paged, contiguous, index):
+  def write(paged: Array, contiguous: Array, index: Array):
     axis = _token_axis(paged, contiguous)
     page_size = paged.shape[1 + axis]
     padding = [(0, 0)] * contiguous.ndim
@@ -140,7 +142,7 @@ def write_pages(
     put = lambda x, i: x.at[i.reshape(-1)].set(new, mode="drop")
     return jax.vmap(put)(paged, index)
 
-  def write_layer(layer, new):
+  def write_layer(layer: Any, new: Any):
     write_segment = lambda segment, index: jax.tree.map(
       lambda x, y: write(x, y, index), segment, new
     )
@@ -161,16 +163,16 @@ def copy_pages(
   """
 
   @jax.vmap
-  def take(segment, i):
+  def take(segment: Any, i: Array):
     get = lambda x: x.at[i].get(mode="fill", fill_value=0)
     return jax.tree.map(get, segment)
 
   @jax.vmap
-  def put(segment, i, new):
+  def put(segment: Any, i: Array, new: Any):
     put = lambda x, new: x.at[i].set(new, mode="drop")
     return jax.tree.map(put, segment, new)
 
-  def copy_layer(layer):
+  def copy_layer(layer: Any):
     # Each page is in one segment; the others contribute zeros.
     parts = by_segment(take, layer, sources)
     pages = jax.tree.map(lambda *x: sum(x[1:], x[0]), *parts)
@@ -179,7 +181,7 @@ def copy_pages(
   return tuple(map(copy_layer, kv_cache))
 
 
-def by_segment(function, layer, pages):
+def by_segment(function: Callable[..., Any], layer: Any, pages: Array):
   """Calls function(segment, page numbers within it) for each segment.
 
   Pages of other segments have an out-of-range number, the segment's size.
@@ -193,7 +195,7 @@ def by_segment(function, layer, pages):
   return tuple(results)
 
 
-def _token_axis(paged, contiguous):
+def _token_axis(paged: Array, contiguous: Array):
   """Returns the token axis of a contiguous array.
 
   If T = page_size, a sequence is one page, and any axis will do.

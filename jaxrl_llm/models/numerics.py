@@ -25,6 +25,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxrl_llm.errors import InputError
 
@@ -54,9 +55,9 @@ class Format:
 
   block: tuple[int, int]
   largest: float
-  encode: Callable[[jax.Array], jax.Array]
+  encode: Callable[[Array], Array]
 
-  def quantise(self, w: chex.Array) -> tuple[jax.Array, jax.Array]:
+  def quantise(self, w: chex.Array) -> tuple[Array, Array]:
     """Returns codes and float32 scales [..., blocks, blocks] of a matrix."""
     w = w.astype(jnp.float32)
     scales = jnp.abs(w)
@@ -72,12 +73,12 @@ class Format:
     scales = jnp.where(scales > 0, scales, 1)
     return self.encode(w / self._spread(scales, w.shape)), scales
 
-  def dequantise(self, codes: chex.Array, scales: chex.Array) -> jax.Array:
+  def dequantise(self, codes: chex.Array, scales: chex.Array) -> Array:
     """Returns the float32 matrix that codes and scales represent."""
     w = _values(codes)
     return w * self._spread(scales, w.shape)
 
-  def _spread(self, scales, shape):
+  def _spread(self, scales: Array, shape: tuple[int, ...]):
     """Repeats scales over their blocks, unless they broadcast."""
     for axis, block in zip((-2, -1), self.block):
       if scales.shape[axis] not in (1, shape[axis]):
@@ -87,17 +88,17 @@ class Format:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def rounded(form: Format, w: chex.Array) -> jax.Array:
+def rounded(form: Format, w: chex.Array) -> Array:
   """Returns W rounded to a format, with a straight-through gradient."""
   return form.dequantise(*form.quantise(w)).astype(w.dtype)
 
 
 @rounded.defjvp
-def _rounded_jvp(form, primals, tangents):
+def _rounded_jvp(form: Format, primals: tuple[Array], tangents: tuple[Array]):
   return rounded(form, *primals), *tangents
 
 
-def _encode_nf4(x):
+def _encode_nf4(x: Array):
   if x.shape[-2] % 2:
     raise InputError(
       f"nf4 stores pairs of rows, but a matrix of the model has {x.shape[-2]}"
@@ -109,7 +110,7 @@ def _encode_nf4(x):
   return codes[..., ::2, :] | codes[..., 1::2, :] << 4
 
 
-def _values(codes):
+def _values(codes: Array):
   """Returns the values of codes, float32 [..., in, out]."""
   if codes.dtype != jnp.uint8:
     return codes.astype(jnp.float32)
@@ -149,7 +150,7 @@ def quantise_kernels(params: Any, name: str) -> Any:
   return params
 
 
-def dequantise(codes: chex.Array, scales: chex.Array) -> jax.Array:
+def dequantise(codes: chex.Array, scales: chex.Array) -> Array:
   """Returns the float32 matrix that codes and scales of any format encode."""
   return FORMATS[_BY_CODES[codes.dtype.name]].dequantise(codes, scales)
 
@@ -166,7 +167,7 @@ class Numerics:
   matmul: str = ""
   quantised: bool = False  # Whether kernels are stored in that format.
 
-  def to_cache(self, x: chex.Array) -> jax.Array:
+  def to_cache(self, x: chex.Array) -> Array:
     """Clips keys or values to the cache's range; others would become NaN."""
     if jnp.dtype(self.kv).itemsize > 1:
       return x
@@ -189,7 +190,7 @@ class Numerics:
       kept: names of other leaves that stay unchanged.
     """
 
-    def leaf(path, x):
+    def leaf(path: tuple[jax.tree_util.DictKey, ...], x: Array):
       keep = x.dtype.itemsize == 1 or path[-1].key in (SCALE, *kept)
       return x if keep else x.astype(self.weights)
 
@@ -203,7 +204,7 @@ class Numerics:
 
   def operands(
     self, x: chex.Array, kernel: chex.Array, scales: chex.Array | None = None
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Array, Array]:
     """Returns the rounded x and W of a product, in the dtype of x.
 
     Rounding passes gradients unchanged. Arguments are those of `product`, but
@@ -219,7 +220,7 @@ class Numerics:
 
   def product(
     self, x: chex.Array, kernel: chex.Array, scales: chex.Array | None = None
-  ) -> jax.Array:
+  ) -> Array:
     """Returns x W in the dtype of x.
 
     Args:
@@ -238,16 +239,16 @@ FLOAT32 = Numerics()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _quantised_product(x, kernel, name):
+def _quantised_product(x: Array, kernel: Array, name: str):
   """Returns x W with W rounded to a format; see `Numerics.operands`."""
   return _stored_product(x, *FORMATS[name].quantise(kernel))
 
 
-def _quantised_product_fwd(x, kernel, name):
+def _quantised_product_fwd(x: Array, kernel: Array, name: str):
   return _quantised_product(x, kernel, name), (x, kernel)
 
 
-def _quantised_product_bwd(name, residuals, g):
+def _quantised_product_bwd(name: str, residuals: tuple[Array, Array], g: Array):
   numerics = Numerics(matmul=name)
   emulated = lambda *given: matmul(*numerics.operands(*given))
   return jax.vjp(emulated, *residuals)[1](g)
@@ -256,7 +257,7 @@ def _quantised_product_bwd(name, residuals, g):
 _quantised_product.defvjp(_quantised_product_fwd, _quantised_product_bwd)
 
 
-def _stored_product(x, codes, scales):
+def _stored_product(x: Array, codes: Array, scales: Array):
   """Returns x W for W in codes and scales, in the dtype of x."""
   if codes.dtype == jnp.float8_e4m3fn:
     return jax.lax.platform_dependent(
@@ -269,11 +270,11 @@ def _stored_product(x, codes, scales):
   return matmul(x, _values(codes).astype(x.dtype)) * scale
 
 
-def _fp8_emulated(x, codes, scales):
+def _fp8_emulated(x: Array, codes: Array, scales: Array):
   return matmul(*Numerics(matmul="fp8").operands(x, codes, scales))
 
 
-def _fp8_product(x, codes, scales):
+def _fp8_product(x: Array, codes: Array, scales: Array):
   """Multiplies fp8 codes by fp8 codes, 128 at a time, with float32 sums."""
   (inputs, outputs), block = codes.shape, _FP8.block[0]
   rows, row_scales = _ACTIVATIONS.quantise(x.reshape(-1, inputs))
@@ -281,7 +282,7 @@ def _fp8_product(x, codes, scales):
   rows = jnp.pad(rows, padding).reshape(len(rows), -1, block)
   blocks = jnp.pad(codes, padding[::-1]).reshape(-1, block, outputs)
 
-  def add(total, part):
+  def add(total: Array, part: tuple[Array, ...]):
     row, row_scale, block, scale = part
     product = jnp.dot(row, block, preferred_element_type=jnp.float32)
     scale = _FP8._spread(scale[None], codes.shape)
@@ -298,7 +299,7 @@ einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
-def matmul(x: chex.Array, kernel: chex.Array) -> jax.Array:
+def matmul(x: chex.Array, kernel: chex.Array) -> Array:
   """Returns x W for x [..., in] and W [in, out].
 
   The gradient of W is computed as xᵀ g or (gᵀ x)ᵀ, whichever transposes the
@@ -309,11 +310,11 @@ def matmul(x: chex.Array, kernel: chex.Array) -> jax.Array:
   return _matmul_fwd(x, kernel)[0]
 
 
-def _matmul_fwd(x, kernel):
+def _matmul_fwd(x: Array, kernel: Array):
   return _dot(x, kernel, (((x.ndim - 1,), (0,)), ((), ()))), (x, kernel)
 
 
-def _matmul_bwd(residuals, g):
+def _matmul_bwd(residuals: tuple[Array, Array], g: Array):
   x, kernel = residuals
   rows = tuple(range(x.ndim - 1))
   contract = ((rows, rows), ((), ()))
@@ -324,7 +325,7 @@ def _matmul_bwd(residuals, g):
   return _dot(g, kernel, (((g.ndim - 1,), (1,)), ((), ()))), d_kernel
 
 
-def _dot(x, y, contract):
+def _dot(x: Array, y: Array, contract: jax.lax.DotDimensionNumbers):
   """Multiplies two arrays of one dtype, in that dtype, with float32 sums.
 
   CPUs with bfloat16 products use them only if the result is float32: they then

@@ -1,11 +1,13 @@
 """Paged attention in plain XLA, which reads every page in place."""
 
 import functools
+from collections.abc import Callable, Sequence
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxrl_llm.models import kv_cache
 from jaxrl_llm.models.attention import MASKED, fold_heads, in_reach
@@ -18,7 +20,7 @@ _PREFIXES = (1, 2, 4, 8, 12, 16)
 _MIN_SEGMENT = 32  # Pages.
 
 # Keys [D, p, K, d, page_size] and values [D, p, K, page_size, d] of p pages.
-Segment = tuple[jax.Array, jax.Array]
+Segment = tuple[Array, Array]
 PagedLayer = tuple[Segment, ...]  # P pages in order.
 
 
@@ -58,12 +60,14 @@ def write_paged(
   offset, k, v = map(by_shard, (offset, k, v))
 
   @jax.vmap
-  def write(keys, values, page, offset, k, v):
+  def write(
+    keys: Array, values: Array, page: Array, offset: Array, k: Array, v: Array
+  ):
     k, v = k.astype(keys.dtype), v.astype(values.dtype)
     keys = keys.at[page, :, :, offset].set(k, mode="drop")
     return keys, values.at[page, :, offset].set(v, mode="drop")
 
-  def write_segment(segment, page):
+  def write_segment(segment: Segment, page: Array):
     return write(*segment, by_shard(page), offset, k, v)
 
   written = kv_cache.by_segment(write_segment, _first_pages(layer, pages), page)
@@ -82,7 +86,7 @@ def paged_attention(
   positions: chex.Array,
   *,
   window: int | None = None,
-) -> jax.Array:
+) -> Array:
   """Computes attention of Q queries per slot to the pages of that slot.
 
   Every page is multiplied in place by the queries of its owner, and the partial
@@ -113,7 +117,16 @@ def paged_attention(
   return unfold(out.reshape(-1, *out.shape[2:]))
 
 
-def _attend(q, positions, owner, start, order, segments, *, window):
+def _attend(
+  q: Array,
+  positions: Array,
+  owner: Array,
+  start: Array,
+  order: Array,
+  segments: PagedLayer,
+  *,
+  window: int | None,
+):
   """Computes attention of the S / D slots of a shard to its first P pages.
 
   Only the products are computed per segment, which keeps the program small.
@@ -130,11 +143,11 @@ def _attend(q, positions, owner, start, order, segments, *, window):
   slots, (keys, values) = len(q), zip(*segments)
   cuts = np.cumsum([len(x) for x in keys])[:-1]
 
-  def multiply(equation, left, right):
+  def multiply(equation: str, left: Array, right: Sequence[Array]):
     parts = zip(jnp.split(left, cuts), right)
     return jnp.concatenate([einsum(equation, *part) for part in parts])
 
-  def over_pages(reduce, x):
+  def over_pages(reduce: Callable[..., Array], x: Array):
     """Reduces over the pages of each slot, in the order of its blocks."""
     return reduce(x[order], owner[order], slots)
 

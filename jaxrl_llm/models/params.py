@@ -34,7 +34,7 @@ def partition(params: Any, frozen: Sequence[str]) -> Params:
   leaves = traverse_util.flatten_dict(params, sep="/")
   adapted = any(path.endswith(FACTORS) for path in leaves)
 
-  def in_base(path):
+  def in_base(path: str):
     if adapted and not path.endswith(FACTORS):
       return not any(part in path for part in _NEW_IN_CRITIC)
     return any(part in path for part in frozen)

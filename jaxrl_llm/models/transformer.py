@@ -14,6 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
+from jax import Array
 
 from jaxrl_llm import sharding as sharding_lib
 from jaxrl_llm.errors import check_number
@@ -115,7 +116,7 @@ def embed(
   config: ModelConfig,
   numerics: Numerics,
   sharding: jax.sharding.NamedSharding | None = None,
-) -> jax.Array:
+) -> Array:
   """Returns the embeddings [R, C, D] of tokens.
 
   Args:
@@ -137,7 +138,7 @@ def embed(
 
 def final_norm(
   params: Params, x: chex.Array, config: ModelConfig, numerics: Numerics
-) -> jax.Array:
+) -> Array:
   """Applies the norm after the last layer to states [..., D]."""
   return make_module("norm", config, numerics, params["final_norm"])(x)
 
@@ -148,7 +149,7 @@ def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
   With adapters, the base has its storage dtype.
   """
 
-  def make(kind, key):
+  def make(kind: Any, key: chex.PRNGKey):
     module = _make(kind, config, FLOAT32, nnx.Rngs(key))
     return nnx.to_pure_dict(nnx.state(module))
 
@@ -216,16 +217,14 @@ def num_params(config: ModelConfig) -> int:
   return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))
 
 
-def head(params: Params) -> tuple[jax.Array, bool]:
+def head(params: Params) -> tuple[Array, bool]:
   """Returns the output matrix and whether it is the embedding [V, D]."""
   if "lm_head" in params:
     return params["lm_head"]["kernel"], False
   return params["embed"]["embedding"], True
 
 
-def logits(
-  params: Params, states: chex.Array, config: ModelConfig
-) -> jax.Array:
+def logits(params: Params, states: chex.Array, config: ModelConfig) -> Array:
   """Returns float32 logits [..., V] of final hidden states [..., D]."""
   return heads.logits(states, *head(params), config.unused)
 
@@ -235,7 +234,7 @@ def hidden(
   packed: PackedRows,
   extra_embeddings: chex.Array | None = None,
   **settings: Any,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[Array, dict[str, Array]]:
   """Returns final hidden states, after the last norm; see `states`."""
   x, aux = states(params, packed, extra_embeddings, **settings)
   return final_norm(params, x, settings["config"], settings["numerics"]), aux
@@ -250,12 +249,12 @@ def states(
   config: ModelConfig,
   numerics: Numerics,
   remat_policy: str,
-  attention: Mapping[AttentionKind, Callable[..., jax.Array]],
+  attention: Mapping[AttentionKind, Callable[..., Array]],
   sharding: jax.sharding.NamedSharding | None = None,
   expert_capacity: float = 0.0,
   replay: bool = False,
   load: chex.Array | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[Array, dict[str, Array]]:
   """Returns hidden states [R, C, D] of packed rows.
 
   Args:
@@ -287,15 +286,15 @@ def states(
   if layers is not None:
     stacked, choices = _first(layers, (stacked, choices), config)
 
-  def pin(x):
+  def pin(x: Array):
     if sharding is None:
       return x
     return jax.lax.with_sharding_constraint(x, sharding)
 
-  def attend(kind, q, k, v):
+  def attend(kind: AttentionKind, q: Array, k: Array, v: Array):
     return attention[kind](q, k, v, segments, prefixes), None
 
-  def layer(kind, x, layer_params, choices):
+  def layer(kind: Any, x: Array, layer_params: Params, choices: Array | None):
     module = make_module(kind, config, numerics, layer_params)
     routing = experts.Routing(samples, choices, sharding, expert_capacity, load)
     x, _, aux = module(x, rotary[kind.attention], attend, routing)
@@ -308,7 +307,7 @@ def states(
       layer, prevent_cse=False, policy=policy, static_argnums=0
     )
 
-  def period(x, given):
+  def period(x: Array, given: tuple[Any, ...]):
     params, choices = given
     sums = {}
     for place, kind in kinds.items():
@@ -334,7 +333,7 @@ def _first(layers: int, stacked: Any, config: ModelConfig) -> Any:
   return jax.tree.map(lambda x: x[: layers // period], stacked)
 
 
-def rotary_tables(config, positions):
+def rotary_tables(config: ModelConfig, positions: Array):
   """Returns rotary tables by kind of attention."""
   return {
     kind: layers_lib.rotary_tables(

@@ -72,7 +72,7 @@ def figure(
       sheet.savefig(path)
 
 
-def name_lines(sheet, lines: Sequence[Any], names: Sequence[str]) -> None:
+def name_lines(sheet: Any, lines: Sequence[Any], names: Sequence[str]) -> None:
   """Adds one legend for all panels below them."""
   width = sheet.get_figwidth() * _CHARACTERS
   columns = max(1, min(_NAMES, int(width / max(len(x) + 5 for x in names))))
@@ -81,7 +81,7 @@ def name_lines(sheet, lines: Sequence[Any], names: Sequence[str]) -> None:
   sheet.legend(lines, names, loc="outside lower left", ncols=columns)
 
 
-def draw_mean(axis, curves: Sequence[Curve], **style: Any) -> None:
+def draw_mean(axis: Any, curves: Sequence[Curve], **style: Any) -> None:
   """Draws the mean of curves, shaded by its standard error."""
   x, mean, error = band(curves)
   (line,) = axis.plot(x, mean, **style)

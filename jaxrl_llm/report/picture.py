@@ -3,6 +3,7 @@
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -134,7 +135,7 @@ def _metrics(runs: Sequence[Run], panel: str) -> dict[str, str]:
 
 
 def _draw_metric(
-  axis, runs: Sequence[Run], metric: str, index: int, label: str
+  axis: Any, runs: Sequence[Run], metric: str, index: int, label: str
 ) -> None:
   """Draws a metric of a panel, distinguished by dashes or markers."""
   several = len(runs) > 1
@@ -163,7 +164,7 @@ def _draw_metric(
   axis.plot([], [], label=label, **style)
 
 
-def _name_runs(sheet, runs: Sequence[Run]) -> None:
+def _name_runs(sheet: Any, runs: Sequence[Run]) -> None:
   from matplotlib.lines import Line2D
 
   colors = [f"C{number}" for number in range(len(runs))]

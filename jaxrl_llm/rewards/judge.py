@@ -139,7 +139,9 @@ class Judge:
     turns = zip(np.split(tokens, cuts), np.split(own, cuts))
     return "\n".join(self.decode(x) for x, written in turns if written.all())
 
-  def _responses(self, rollout, verdicts) -> Responses:
+  def _responses(
+    self, rollout: Rollout, verdicts: Sequence[Verdict]
+  ) -> Responses:
     """Converts verdicts to arrays; missing parts are NaN."""
     rewards = [
       self._by_correct[v.correct] if v.value is None else v.value
@@ -158,7 +160,9 @@ class Judge:
       parts=parts,
     )
 
-  def _new_failures(self, verdicts, prompts) -> list[int]:
+  def _new_failures(
+    self, verdicts: Sequence[Verdict], prompts: Sequence[Prompt]
+  ) -> list[int]:
     """Returns the rows whose reward failed in a new way, and reports each."""
     rows = []
     for row, (verdict, prompt) in enumerate(zip(verdicts, prompts)):

@@ -129,7 +129,7 @@ def passes(sizes: Sizes, role: str, *, update: bool) -> tuple[Work, ...]:
   return (_head(sizes, rows, update, trained), layers)[role == "value" :]
 
 
-def _head(sizes, rows, update, trained) -> Work:
+def _head(sizes: Sizes, rows: float, update: bool, trained: float) -> Work:
   """Returns the work of the language model head, see `models.heads`."""
   table = sizes.table / sizes.tensor
   tokens = rows * sizes.row / sizes.context

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -103,7 +104,12 @@ class Comparison:
         raise InputError(f"over_provision={ratio:g}: {error}") from error
     return schedules
 
-  def _side_by_side(self, run, free, schedules) -> list[dict[str, Callable]]:
+  def _side_by_side(
+    self,
+    run: Callable[..., Any],
+    free: Callable[..., Any],
+    schedules: dict[str, RolloutSettings],
+  ) -> list[dict[str, Callable]]:
     """Returns runs that sample and train concurrently: by kind, then by name.
 
     Free-running sampling hands over a group when it ends and takes new weights

@@ -55,6 +55,7 @@ class SimulatedEngine(Scheduler):
 
   Attributes:
     asked: the requests; a response is identified by its index.
+    cost: prices of the programs.
     seconds: time on the simulated clock.
   """
 
@@ -73,7 +74,7 @@ class SimulatedEngine(Scheduler):
       config: config of the engine.
       rule: scheduling rule that overrides the rules of calls.
     """
-    self.asked, self._cost, self._rule = requests, cost, rule
+    self.asked, self.cost, self._rule = requests, cost, rule
     self.seconds = 0.0
     group_size = requests.lengths.shape[1]
     self._params = SamplingParams(sampling.SamplingSettings(), None, group_size)
@@ -113,12 +114,12 @@ class SimulatedEngine(Scheduler):
   def _decode(
     self, begun: float, prefilled: sampling.EngineStats
   ) -> list[Request]:
-    self.seconds += self._cost.scheduler_step_s  # Host time.
+    self.seconds += self.cost.scheduler_step_s  # Host time.
     return super()._decode(begun, prefilled)
 
-  def _charge_prefill(self, params, tokens: np.ndarray) -> tuple:
+  def _charge_prefill(self, params: Any, tokens: np.ndarray) -> tuple:
     contexts = np.count_nonzero(tokens, axis=1)
-    self.seconds += self._cost.prefill_s(contexts, calls=1)
+    self.seconds += self.cost.prefill_s(contexts, calls=1)
     return ()
 
   def _charge_decode(self, rows: Rows, min_active: int) -> DecodeOutput:
@@ -128,15 +129,15 @@ class SimulatedEngine(Scheduler):
     limit = column(lambda r: r.max_tokens - r.length)
     most = np.sort(left[left > 0])[-min_active]
     steps = int(min(self.config.page_size, most))
-    if self._cost.padded:
+    if self.cost.padded:
       tokens = self.config.page_size * column(lambda r: len(r.pages)).sum()
-      seconds = steps * self._cost.decode_s(len(rows), tokens)
+      seconds = steps * self.cost.decode_s(len(rows), tokens)
     else:
       step = np.arange(steps)[:, None]
       writing = step < left
       context = (column(lambda r: r.context_length) + step) * writing
       slots, tokens = writing.sum(axis=1), context.sum(axis=1)
-      seconds = self._cost.decode_s(slots, tokens).sum()
+      seconds = self.cost.decode_s(slots, tokens).sum()
     self.seconds += float(seconds)
     count = np.minimum(left, steps)
     status = np.where(count < limit, Status.TRUNCATED, Status.OVERLONG)
@@ -147,7 +148,7 @@ class SimulatedEngine(Scheduler):
 class _Cache(PagedCache):
   """A cache that passes the requests to the decode program."""
 
-  def decode(self, rows: Rows, metadata, min_active: int, draft: int):
+  def decode(self, rows: Rows, metadata: Any, min_active: int, draft: int):
     return self.programs.decode(rows, min_active)
 
 

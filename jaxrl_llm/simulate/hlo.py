@@ -78,7 +78,7 @@ def collectives(
   # have the same chain id.
   found: dict[tuple[str, str], Sent] = {}
 
-  def walk(name, times, depth):
+  def walk(name: str, times: int, depth: int):
     for number, line in enumerate(bodies.get(name, ())):
       if match := _OP.search(line):
         kind, (axes, size) = match["kind"], _axes(line, mesh)

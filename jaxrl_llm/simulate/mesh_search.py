@@ -113,7 +113,13 @@ def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes]:
   return memory, sizes
 
 
-def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
+def _best(
+  sizes: account.Sizes,
+  samplers: Sequence[tuple[float, account.Sizes]],
+  chip: Chip,
+  *,
+  apart: bool,
+) -> list[Fit]:
   """Returns the fastest fit of a learner mesh, or []; modifies its config."""
   config, found = sizes.config, []
   algorithm = core.make_algorithm(config)

@@ -58,7 +58,7 @@ def pipelined(
   Returns:
     Per step, the engine's `EngineStats` by name, and the metrics of `record`.
   """
-  log = _StepLog(requests, cost, config, rule)
+  log = _StepLog(SimulatedEngine(requests, cost, config, rule))
   engine = log.engine
   worker = RolloutWorker(log.writer, log.writer, settings)
   state, drawn = worker.init(), 0
@@ -117,7 +117,7 @@ def asynchronous(
   Reference:
     Fu et al. 2025, AReaL, arXiv 2505.24298.
   """
-  log = _StepLog(requests, cost, config)
+  log = _StepLog(SimulatedEngine(requests, cost, config))
   engine, writer = log.engine, log.writer
   # Untrained groups by number, and the numbers of those that have ended.
   begun: dict[int, Rollout] = {}
@@ -155,16 +155,15 @@ def asynchronous(
 class _StepLog:
   """Simulated sampler of a run, and the metrics of its steps."""
 
-  def __init__(self, requests, cost, config, rule=None):
-    self.engine = SimulatedEngine(requests, cost, config, rule)
-    self.writer = SimulatedWriter(self.engine)
-    self.rows, self._cost = [], cost
+  def __init__(self, engine: SimulatedEngine):
+    self.engine, self.writer = engine, SimulatedWriter(engine)
+    self.rows = []
     # At the last weight update: time, counters, and lengths by sample id.
     self._start_s, self._stats, self._older = 0.0, self.engine.stats, {}
 
   def train_s(self, batch: Rollout) -> float:
     """Returns the seconds of an update on a batch."""
-    return self._cost.train_s(batch.prompt_lengths + batch.lengths)
+    return self.engine.cost.train_s(batch.prompt_lengths + batch.lengths)
 
   def record(
     self,

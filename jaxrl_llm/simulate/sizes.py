@@ -203,7 +203,15 @@ class Sizes:
 
 
 @functools.cache
-def _decoding(slots, responses, prompt, mean, longest, window, pages):
+def _decoding(
+  slots: int,
+  responses: int,
+  prompt: float,
+  mean: float,
+  longest: tuple[int, int],
+  window: int,
+  pages: int,
+):
   """Simulates a fraction of the slots with a proportional number of responses.
 
   Returns means over seeds.

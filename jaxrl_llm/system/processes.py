@@ -390,7 +390,7 @@ def in_shares(
   return results
 
 
-def _attempt(function, *args) -> tuple[Any, Exception | None]:
+def _attempt(function: Callable[..., T], *args) -> tuple[Any, Exception | None]:
   """Returns the result of a function and the error that it raised."""
   try:
     return function(*args), None
@@ -419,7 +419,7 @@ def put(tree: Any, places: Any) -> Any:
   if places is None:
     return tree
 
-  def put_one(x, place):
+  def put_one(x: Any, place: jax.sharding.Sharding):
     x = np.asarray(x)
     part = x.__getitem__
     return jax.make_array_from_callback(x.shape, place, part, dtype=x.dtype)

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,8 +56,7 @@ def stop_on_signal() -> Iterator[Stopped]:
     yield stopped
     return
 
-  def handle(number, frame):
-    del frame
+  def handle(number: int, _: types.FrameType | None) -> None:
     stopped.signal = number
 
   # Python calls a handler only when the main thread returns from compiled code,

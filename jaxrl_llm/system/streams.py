@@ -38,7 +38,7 @@ class Output(io.RawIOBase):
       self._file = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
     self._patience_s, self.lost, self.why = patience_s, 0, ""
 
-  def write(self, data) -> int:
+  def write(self, data: bytes | memoryview) -> int:
     left = memoryview(data).cast("B")
     whole = len(left)
     try:
