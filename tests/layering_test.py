@@ -43,7 +43,7 @@ _FRONT = {"api", "__main__"}
 # Libraries that only the given modules may import.
 _KEPT_BY = {
   "flax": {"models"},
-  "optax": {"learner", "fleet", "methods"},
+  "optax": {"learner", "methods"},
   "ml_collections": {"config"},
 }
 # Terms of reinforcement learning, which models must not contain.

@@ -3,8 +3,7 @@
 Hosts of one role do the same work at the same time, so the metrics of healthy
 hosts change alike, whatever the job does. A host whose metrics differ for
 minutes is faulty (Minder, Deng et al. 2024, arXiv 2411.01791). Arrays are
-[H, S, K]: hosts, seconds, metrics. `fleet.denoiser` needs JAX and must be
-imported explicitly.
+[H, S, K]: hosts, seconds, metrics.
 """
 
 from jaxrl_llm.fleet.alarm import FEWEST, Alarm, detect, slow_hosts, watch

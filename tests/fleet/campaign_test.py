@@ -17,11 +17,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from helpers import fleet_jobs, fleet_variants, fleets
+from helpers import denoiser, fleet_jobs, fleet_variants, fleets
 from parts import program
 
 from jaxrl_llm import fleet
-from jaxrl_llm.fleet import denoiser
 
 _SIZES = (4, 8, 16, 32, 64, 128, 256, 512)  # Hosts.
 _VAE, _JOINT = 3.2, 0.6  # Thresholds of other detectors.

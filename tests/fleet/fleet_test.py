@@ -3,10 +3,11 @@
 import jax
 import numpy as np
 import pytest
+from helpers import denoiser
 
 from jaxrl_llm import fleet
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.fleet import denoiser, scores
+from jaxrl_llm.fleet import scores
 
 _NAN = np.nan
 
