@@ -124,7 +124,7 @@ def write(
       for tree, end in zip(state, ("", ".exp_avg", ".exp_avg_sq"))
       for name, array in hf.to_arrays(tree, config, outputs).items()
     }
-    FORMS[form](path, config, outputs, arrays, state.step, adamw)
+    FORMS[form](path, config, outputs, arrays, state.step, **adamw)
 
 
 class _Inert:
@@ -228,7 +228,7 @@ def _make_trained(
   outputs: int | None,
   arrays: Arrays,
   step: int,
-  adamw: dict[str, Any],
+  **adamw: Any,
 ) -> tuple[Any, Any]:
   """Makes a transformers model and its optimizer with a given state."""
   import torch
@@ -242,19 +242,19 @@ def _make_trained(
   return model, optimizer
 
 
-def _write_dcp(out: pathlib.Path, *state: Any) -> None:
+def _write_dcp(out: pathlib.Path, *state: Any, **adamw: Any) -> None:
   from torch.distributed.checkpoint import save, state_dict
 
   warnings.filterwarnings("ignore", "torch.distributed is disabled")
-  model, optim = state_dict.get_state_dict(*_make_trained(*state))
+  model, optim = state_dict.get_state_dict(*_make_trained(*state, **adamw))
   save({"model": model, "optim": optim}, checkpoint_id=out, no_dist=True)
 
 
-def _write_trl(out: pathlib.Path, *state: Any) -> None:
+def _write_trl(out: pathlib.Path, *state: Any, **adamw: Any) -> None:
   import torch
   import transformers
 
-  (_, optimizer), step = _make_trained(*state), state[-2]
+  (_, optimizer), step = _make_trained(*state, **adamw), state[-1]
   torch.save(optimizer.state_dict(), out / _OPTIMIZER)
   # The Trainer does not resume without the next two files.
   schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
@@ -318,7 +318,7 @@ def _write_tunix(
   outputs: int | None,
   arrays: Arrays,
   step: int,
-  adamw: dict[str, Any],
+  **_: Any,
 ) -> None:
   # As in Tunix's examples: optax.chain(clip_by_global_norm(...),
   # adamw(schedule)).

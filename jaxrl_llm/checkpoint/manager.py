@@ -9,6 +9,7 @@ flipped bit or a failed save; see `checkpoint.commit`.
 
 import concurrent.futures
 import errno
+import functools
 import os
 import pathlib
 import shutil
@@ -110,16 +111,13 @@ class Checkpointer:
         ocp.AsyncCheckpointer, members
       )
       self._orbax.save(folder, trees_lib.to_save(trees, members), force=True)
-    leaves = commit.describe(trees)
     record = {"step": step, "bytes": size, **metadata}
-    return self._thread.submit(self._finish, folder, leaves, checksums, record)
+    leaves = commit.describe(trees)
+    write = functools.partial(commit.write, folder, leaves, **record)
+    return self._thread.submit(self._finish, write, checksums)
 
   def _finish(
-    self,
-    folder: pathlib.Path,
-    leaves: Mapping[str, Any],
-    checksums: digest.Checksums,
-    record: Mapping[str, Any],
+    self, write: Callable[..., None], checksums: digest.Checksums
   ) -> None:
     if self._orbax is not None:
       self._orbax.wait_until_finished()
@@ -127,7 +125,7 @@ class Checkpointer:
       return
     # Copied to the host here: only the first process needs them.
     checksums = digest.finish_checksums(jax.device_get(checksums))
-    commit.write(folder, leaves, checksums, **record)
+    write(checksums)
     # Only now: old checkpoints must stay until this one is complete.
     steps = commit.steps(self.directory)
     kept = {*steps[-self._keep :], self._best(steps)}

@@ -54,24 +54,22 @@ def packed_attention(
   chex.assert_rank([q, k, v, segments, prefixes], [4, 4, 4, 2, 2])
   chex.assert_equal_shape_prefix([q, k, v, segments, prefixes], 2)
   attend = functools.partial(_attend_in_rows, window=window)
-  arrays = q, k, v, segments, prefixes
   if context.num_shards(sharding, 1) == 1:
-    return attend(jnp.arange(q.shape[1]), *arrays, segments)
-  return context.over_rows(attend, sharding)(*arrays)
+    queries = context.Queries(jnp.arange(q.shape[1]), segments, prefixes)
+    return attend(q, k, v, queries, segments)
+  return context.over_rows(attend, sharding)(q, k, v, segments, prefixes)
 
 
 def _attend_in_rows(
-  index: Array,
   q: Array,
   k: Array,
   v: Array,
-  segments: Array,
-  prefixes: Array,
+  queries: context.Queries,
   key_segments: Array,
   window: int | None,
 ):
   """Computes attention of queries at positions [Q] to all keys of the row."""
-  count, time = q.shape[1], k.shape[1]
+  (index, segments, prefixes), count, time = queries, q.shape[1], k.shape[1]
   keys, values = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
 
   def block(index: Array, q: Array, own: Array, prefix: Array):

@@ -11,7 +11,7 @@ Reference: Llama Team 2024, arXiv 2407.21783, section 3.3.2.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -61,15 +61,22 @@ def on_devices(
   return run
 
 
+class Queries(NamedTuple):
+  """What attention reads of the queries, besides their vectors."""
+
+  index: Array  # [Q], positions in their row.
+  segments: Array  # [R, Q].
+  prefixes: Array  # [R, Q].
+
+
 def over_rows(
   function: Callable[..., Array], sharding: NamedSharding | None
 ) -> Callable[..., Array]:
   """Turns a function of local queries and all keys into one of global arrays.
 
   Args:
-    function: (positions of the queries in their row [Q], q [R, Q, H, d],
-      k [R, T, K, d], v, segments [R, Q], prefixes [R, Q], segments of the keys
-      [R, T]) -> [R, Q, H, d].
+    function: (q [R, Q, H, d], k [R, T, K, d], v, `Queries`, segments of the
+      keys [R, T]) -> [R, Q, H, d].
     sharding: as in `on_devices`.
 
   Returns:
@@ -81,7 +88,7 @@ def over_rows(
     k, v, keys = (gather(x, sharding) for x in (k, v, segments))
     part = jax.lax.axis_index(sharding.spec[1]) if parts > 1 else 0
     places = jnp.asarray(zigzag_order(k.shape[1], parts))[part]
-    return function(places, q, k, v, segments, prefixes, keys)
+    return function(q, k, v, Queries(places, segments, prefixes), keys)
 
   return on_devices(on_device, sharding)
 

@@ -7,7 +7,6 @@ updated in place.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import chex
 import jax
@@ -169,11 +168,7 @@ class SamplerModel:
     return *found, jnp.concatenate(chosen, axis=-1).astype(self.choices.dtype)
 
   def _unrolled(
-    self,
-    params: Params,
-    tokens: Array,
-    positions: Array,
-    attend: Callable[..., Any],
+    self, params: Params, tokens: Array, positions: Array, attend: Callable
   ):
     """Runs the layers one by one; collects their caches and expert choices.
 

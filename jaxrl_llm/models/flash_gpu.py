@@ -30,7 +30,7 @@ from jaxrl_llm.models.context import pad
 _BLOCK, _BLOCK_BYTES = 64, 2**14
 # Triton only divides integers towards zero.
 div, rem = jax.lax.div, jax.lax.rem
-_Refs = tuple[Ref, ...]
+Refs = tuple[Ref, ...]
 _Carry = tuple[Array, Array, Array]  # See `softmax_start`.
 
 
@@ -127,7 +127,7 @@ def _range(needed: Array):
 
 
 def pallas_call(
-  kernel: Callable[..., None],
+  kernel: Callable,
   grid: tuple[int, ...],
   out_shape: Any,
   *arguments,
@@ -185,7 +185,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _flash_forward(
-  shape: _Shape, arrays: _Refs, rows: _Refs, out_ref: Ref, lse_ref: Ref
+  shape: _Shape, arrays: Refs, rows: Refs, out_ref: Ref, lse_ref: Ref
 ):
   q_ref, k_ref, v_ref = arrays
   row, head, here = _program(shape.block)
@@ -204,7 +204,7 @@ def _flash_forward(
 
 
 def _flash_backward_queries(
-  shape: _Shape, arrays: _Refs, rows: _Refs, d_q_ref: Ref
+  shape: _Shape, arrays: Refs, rows: Refs, d_q_ref: Ref
 ):
   q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref = arrays
   row, head, here = _program(shape.block)
@@ -225,7 +225,7 @@ def _flash_backward_queries(
 
 
 def _flash_backward_keys(
-  shape: _Shape, arrays: _Refs, rows: _Refs, d_k_ref: Ref, d_v_ref: Ref
+  shape: _Shape, arrays: Refs, rows: Refs, d_k_ref: Ref, d_v_ref: Ref
 ):
   q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref = arrays
   queries_ref, keys_ref, range_ref = rows
@@ -259,7 +259,7 @@ def _program(block: int):
   return *map(pl.program_id, (1, 2)), pl.ds(pl.program_id(0) * block, block)
 
 
-def _over_keys(shape: _Shape, rows: _Refs, add: Callable[..., Any], carry: Any):
+def _over_keys(shape: _Shape, rows: Refs, add: Callable[..., Any], carry: Any):
   """Loops over the key blocks that this program's queries may attend to.
 
   Args:

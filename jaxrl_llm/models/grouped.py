@@ -1,7 +1,6 @@
 """Grouped matrix products: each row times the matrix of its group."""
 
 from collections.abc import Callable
-from typing import Any
 
 import chex
 import jax
@@ -56,9 +55,7 @@ def _kernels():
   return grouped_gpu
 
 
-def _by_platform(
-  on_gpu: Callable[..., Any], by_xla: Callable[..., Any], *arguments
-):
+def _by_platform(on_gpu: Callable, by_xla: Callable, *arguments):
   if any(x.size >= _MAX_SIZE for x in arguments):
     return by_xla(*arguments)
   return jax.lax.platform_dependent(*arguments, cuda=on_gpu, default=by_xla)

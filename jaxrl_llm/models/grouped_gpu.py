@@ -14,11 +14,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxrl_llm.models.flash_gpu import dot, pallas_call
+from jaxrl_llm.models.flash_gpu import Refs, dot, pallas_call
 
 # Maximum rows of a tile, its columns, and the terms of a sum per iteration:
 # with these, every kernel fits in 99 KiB of shared memory. None has been timed.
@@ -51,7 +51,7 @@ def multiply(
     functools.partial(_grouped_product, rows, transposed),
     (pl.cdiv(columns, _COLUMNS), len(tiles)),
     jax.ShapeDtypeStruct((count, columns), x.dtype),
-    *(x, kernel, tiles),
+    (x, kernel, tiles),
   )
 
 
@@ -71,7 +71,7 @@ def gradients(
     _grouped_outer_product,
     (pl.cdiv(columns, _COLUMNS), pl.cdiv(inner, _ROWS), groups),
     kernel,
-    *(x, g, jnp.stack([ends - sizes, ends], axis=1)),
+    (x, g, jnp.stack([ends - sizes, ends], axis=1)),
   )
   return d_x, d_kernel
 
@@ -91,14 +91,8 @@ def _find_tiles(sizes: Array, count: int, rows: int):
   return jnp.stack([group, first, ends[group]], axis=1)
 
 
-def _grouped_product(
-  rows: int,
-  transposed: bool,
-  x_ref: jax.Ref,
-  kernel_ref: jax.Ref,
-  tiles_ref: jax.Ref,
-  out_ref: jax.Ref,
-):
+def _grouped_product(rows: int, transposed: bool, arrays: Refs, out_ref: Ref):
+  x_ref, kernel_ref, tiles_ref = arrays
   column, tile = _block(pl.program_id(0), _COLUMNS), pl.program_id(1)
   group, first, end = (tiles_ref[tile, i] for i in range(3))
   row = first + jnp.arange(rows)
@@ -119,9 +113,8 @@ def _grouped_product(
   _store(out, out_ref, (), row, column, end)
 
 
-def _grouped_outer_product(
-  x_ref: jax.Ref, g_ref: jax.Ref, spans_ref: jax.Ref, out_ref: jax.Ref
-):
+def _grouped_outer_product(arrays: Refs, out_ref: Ref):
+  x_ref, g_ref, spans_ref = arrays
   column, inner, group = (pl.program_id(i) for i in range(3))
   column, inner = _block(column, _COLUMNS), _block(inner, _ROWS)
   first, end = spans_ref[group, 0], spans_ref[group, 1]
@@ -143,7 +136,7 @@ def _block(i: Array, size: int):
 
 
 def _part(
-  ref: jax.Ref,
+  ref: Ref,
   group: tuple[Array, ...],
   row: Array,
   column: Array,
@@ -159,6 +152,6 @@ def _load(*where):
   return triton.load(part, mask=mask, other=0.0)
 
 
-def _store(value: Array, ref: jax.Ref, *where):
+def _store(value: Array, ref: Ref, *where):
   part, mask = _part(ref, *where)
   triton.store(part, value.astype(ref.dtype), mask=mask)

@@ -138,10 +138,7 @@ def layer_sharding(
 
 
 def on_devices(
-  function: Callable[..., Array],
-  sharding: NamedSharding | None,
-  like: Array,
-  *arguments,
+  function: Callable, sharding: NamedSharding | None, like: Array, *arguments
 ):
   """Maps a function over devices; `like` is an array with its result's axes.
 
@@ -197,9 +194,7 @@ def make_interleaved(
   def init_contiguous(sequences: int, length: int, dtype: Any):
     return jnp.zeros((sequences, length, *entry), dtype)
 
-  def write(
-    function: Callable[..., Array], layer: Array, k: Array, v: Array, *where
-  ):
+  def write(function: Callable, layer: Array, k: Array, v: Array, *where):
     def on_device(layer: Array, k: Array, v: Array, *where):
       missing = (0, heads - k.shape[2]), (0, 0), (0, size - k.shape[3])
       new = jnp.pad(jnp.stack([k, v], axis=3), ((0, 0), (0, 0), *missing))

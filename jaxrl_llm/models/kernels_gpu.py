@@ -31,7 +31,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding
@@ -39,6 +39,7 @@ from jax.sharding import NamedSharding
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import context, flash_gpu
 from jaxrl_llm.models.attention import MASKED, in_reach
+from jaxrl_llm.models.flash_gpu import Refs
 from jaxrl_llm.models.kernels import (
   Backend,
   Kernels,
@@ -71,18 +72,12 @@ def make_packed_attention(
   """
 
   def on_device(
-    index: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    segments: Array,
-    prefixes: Array,
-    keys: Array,
+    q: Array, k: Array, v: Array, queries: context.Queries, keys: Array
   ):
-    index = jnp.broadcast_to(index[None], segments.shape)
-    prefixes = jnp.where(prefixes > 0, prefixes, -1)
-    queries = jnp.stack([index, segments, prefixes], 1)
-    return flash_gpu.attend(q, k, v, queries, keys, kind.window)
+    index = jnp.broadcast_to(queries.index[None], queries.segments.shape)
+    prefixes = jnp.where(queries.prefixes > 0, queries.prefixes, -1)
+    stacked = jnp.stack([index, queries.segments, prefixes], 1)
+    return flash_gpu.attend(q, k, v, stacked, keys, kind.window)
 
   attend = context.over_rows(on_device, sharding)
   return PackedAttention(attend, sees_prefixes=kind.window is None)
@@ -181,19 +176,15 @@ def _decode(
     functools.partial(_decode_merge, partition),
     (queries, slots),
     jax.ShapeDtypeStruct((slots, queries, size), q.dtype),
-    *(*partial, spans),
+    (*partial, spans),
   )
   return out.reshape(q.shape)
 
 
 def _decode_partition(
-  partition: int,
-  rows: int,
-  window: int | None,
-  arrays: tuple[jax.Ref, ...],
-  out_ref: jax.Ref,
-  lse_ref: jax.Ref,
+  partition: int, rows: int, window: int | None, arrays: Refs, *outputs: Ref
 ):
+  out_ref, lse_ref = outputs
   q_ref, layer_ref, pages_ref, positions_ref, spans_ref = arrays
   block, part, head, slot = (pl.program_id(i) for i in range(4))
   shards, pages, page_size, kv_heads, size = layer_ref.shape
@@ -238,13 +229,8 @@ def _decode_partition(
     triton.store(lse_ref.at[slot, part, at], lse, mask=present)
 
 
-def _decode_merge(
-  partition: int,
-  partial_ref: jax.Ref,
-  lse_ref: jax.Ref,
-  spans_ref: jax.Ref,
-  out_ref: jax.Ref,
-):
+def _decode_merge(partition: int, arrays: Refs, out_ref: Ref):
+  partial_ref, lse_ref, spans_ref = arrays
   query, slot = pl.program_id(0), pl.program_id(1)
   part = jnp.arange(pl.next_power_of_2(lse_ref.shape[1]))
   first = flash_gpu.div(spans_ref[slot, 0], partition)

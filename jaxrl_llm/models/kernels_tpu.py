@@ -194,9 +194,7 @@ def make_pallas(
         " sampler.mesh.tensor"
       )
 
-  def attend(
-    function: Callable[..., Array], layer: Array, q: Array, *arguments
-  ):
+  def attend(function: Callable, layer: Array, q: Array, *arguments):
     # Query heads stay with their KV head.
     grouped = q.reshape(*q.shape[:2], heads, -1, size)
     for axis, block in zip((2, 4), padded):

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -105,10 +104,7 @@ class Comparison:
     return schedules
 
   def _side_by_side(
-    self,
-    run: Callable[..., Any],
-    free: Callable[..., Any],
-    schedules: dict[str, RolloutSettings],
+    self, run: Callable, free: Callable, schedules: dict[str, RolloutSettings]
   ) -> list[dict[str, Callable]]:
     """Returns runs that sample and train concurrently: by kind, then by name.
 
