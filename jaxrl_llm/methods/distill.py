@@ -41,51 +41,37 @@ def distill(
       " or several separated by commas"
     )
   names = [f"teacher_{i}" for i in range(len(paths))]
-  fn, column = (teacher_logprobs, ())
-  if len(paths) > 1:
-    fn, column = chosen_teacher_logprobs, (providers.COLUMN + _COLUMN,)
+  column = (providers.COLUMN + _COLUMN,) if len(paths) > 1 else ()
   return algorithm.change(
     advantages=part(estimators.teacher_advantages),
     critic=None,
     frozen=dict(zip(names, paths)),
     providers=providers.provider(
-      "teacher_logprobs", fn, "policy", *names, *column
+      "teacher_logprobs", teacher_logprobs, "policy", *names, *column
     ),
   )
 
 
 def teacher_logprobs(scoring: providers.Scoring) -> np.ndarray:
-  """Provides the log-probs of the only teacher, [B, T]."""
-  return _scores(scoring, np.zeros(len(scoring.rollout.lengths), int))
-
-
-def chosen_teacher_logprobs(scoring: providers.Scoring) -> np.ndarray:
   """Provides the log-probs of each row's teacher, [B, T].
 
   Raises:
     InputError: A row has the index of no teacher.
   """
+  names = [x for x in scoring.learner.frozen if x.startswith("teacher_")]
   ids = scoring.rollout.example_id
-  chosen = scoring.learner.column(_COLUMN, ids)
-  count = len(_teachers(scoring))
-  wrong = np.flatnonzero(~np.isin(chosen, range(count)))
+  chosen = np.zeros(len(ids), int)
+  if len(names) > 1:
+    chosen = scoring.learner.column(_COLUMN, ids)
+  wrong = np.flatnonzero(~np.isin(chosen, range(len(names))))
   if wrong.size:
     raise InputError(
       f"row {ids[wrong[0]]} of the data: column {_COLUMN!r} is"
-      f" {chosen[wrong[0]]:g}; give 0 to {count - 1}, the index of its teacher"
-      " in config.method.distill.teachers"
+      f" {chosen[wrong[0]]:g}; give 0 to {len(names) - 1}, the index of its"
+      " teacher in config.method.distill.teachers"
     )
-  return _scores(scoring, chosen)
-
-
-def _teachers(scoring: providers.Scoring) -> list[str]:
-  return [x for x in scoring.learner.frozen if x.startswith("teacher_")]
-
-
-def _scores(scoring: providers.Scoring, chosen: np.ndarray) -> np.ndarray:
-  """Scores each row with its teacher."""
   out = scoring.zeros()
-  for number, name in enumerate(_teachers(scoring)):
+  for number, name in enumerate(names):
     theirs = chosen == number
     scored = scoring.tokens(name, providers.LOGPROBS, rows=theirs)
     out[theirs] = scored[theirs]

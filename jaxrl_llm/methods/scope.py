@@ -30,11 +30,7 @@ class Repairs(PromptSource):
   """
 
   def __init__(
-    self,
-    *args: Any,
-    max_response_length: int,
-    oracle: str,
-    **settings: Any,
+    self, *args: Any, max_response_length: int, oracle: str, **settings: Any
   ):
     super().__init__(*args, **settings)
     self._find, self._room = ORACLES[oracle], max_response_length - 1

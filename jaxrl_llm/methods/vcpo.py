@@ -96,10 +96,7 @@ def ess_step_scale(
 
 
 def score_gradient_norms(
-  params: models.Params,
-  packed: models.PackedRows,
-  *,
-  fns: models.ModelFns,
+  params: models.Params, packed: models.PackedRows, *, fns: models.ModelFns
 ) -> Array:
   """Gradient norm ‖∇ log π‖ of each micro-batch's response, float32 [M].
 

@@ -5,10 +5,7 @@ console. `Health` warns of problems that show in the rows. Needs no accelerator.
 """
 
 from jaxrl_llm.metrics.console import printable as printable
-from jaxrl_llm.metrics.health import (
-  RULES as RULES,
-  Health as Health,
-)
+from jaxrl_llm.metrics.health import RULES as RULES, Health as Health
 from jaxrl_llm.metrics.logger import (
   MetricsLogger as MetricsLogger,
   PhaseLogger as PhaseLogger,

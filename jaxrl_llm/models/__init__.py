@@ -83,11 +83,7 @@ def save(
   """
   head = fns.head if isinstance(fns, ValueFns) else None
   hf.write_params(
-    path,
-    fns.config,
-    merge(params),
-    extra_files_from=tokenizer_from,
-    head=head,
+    path, fns.config, merge(params), extra_files_from=tokenizer_from, head=head
   )
 
 

@@ -148,10 +148,7 @@ def fold_heads(x: Array, kv_heads: int):
 
 
 def write_contiguous(
-  layer: tuple[Array, Array],
-  k: chex.Array,
-  v: chex.Array,
-  start: chex.Numeric,
+  layer: tuple[Array, Array], k: chex.Array, v: chex.Array, start: chex.Numeric
 ) -> tuple[Array, Array]:
   """Writes keys and values of Q new tokens per sequence, from `start` on.
 

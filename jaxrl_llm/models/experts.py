@@ -227,9 +227,7 @@ class Experts(nnx.Module):
     weights /= jnp.sum(weights, axis=-1, keepdims=True)
     repeated = jnp.repeat(samples.reshape(-1), kind.per_token)
     load = jnp.bincount(
-      chosen.reshape(-1),
-      weights=repeated.astype(jnp.float32),
-      length=experts,
+      chosen.reshape(-1), weights=repeated.astype(jnp.float32), length=experts
     )
     share = lambda load: load / jnp.maximum(jnp.sum(load), 1)
     often = share(load if routing.load is None else routing.load)

@@ -26,11 +26,7 @@ _ROWS, _COLUMNS, _TERMS = 64, 128, 64
 
 
 def multiply(
-  x: Array,
-  kernel: Array,
-  sizes: Array,
-  *,
-  transposed: bool = False,
+  x: Array, kernel: Array, sizes: Array, *, transposed: bool = False
 ) -> Array:
   """Multiplies rows [N, in] with their group's matrix, in the dtype of x.
 

@@ -204,14 +204,9 @@ def make_interleaved(
     return on_devices(on_device, sharding, layer, layer, k, v, *where)
 
   def write_paged(
-    layer: tuple[Array],
-    k: Array,
-    v: Array,
-    block_tables: BlockTables,
-    positions: Array,
-    writing: Array,
+    layer: tuple[Array], k: Array, v: Array, block_tables: BlockTables, *where
   ):
-    where = block_tables.page_indices, positions, writing
+    where = block_tables.page_indices, *where
     return (write(kv_cache.write_tokens, layer[0], k, v, *where),)
 
   def paged_attention(

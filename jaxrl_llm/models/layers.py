@@ -212,11 +212,7 @@ class MLP(nnx.Module):
   """down(activation(gate(x)) · up(x)), without auxiliary outputs."""
 
   def __init__(
-    self,
-    kind: MlpKind,
-    config: ModelConfig,
-    numerics: Numerics,
-    rngs: nnx.Rngs,
+    self, kind: MlpKind, config: ModelConfig, numerics: Numerics, rngs: nnx.Rngs
   ):
     sizes = (config.hidden_size, config.intermediate_size)
     linear = {"bias": kind.bias, "numerics": numerics, "rngs": rngs}
@@ -267,11 +263,7 @@ class DecoderLayer(nnx.Module):
     self.output_norms = kind.output_norms
 
   def __call__(
-    self,
-    x: chex.Array,
-    rotary: Rotary,
-    attend: AttendFn,
-    routing: Any,
+    self, x: chex.Array, rotary: Rotary, attend: AttendFn, routing: Any
   ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
     out, cache = self.attention(self.input_norm(x), rotary, attend)
     x = x + (self.attention_norm(out) if self.output_norms else out)

@@ -68,9 +68,7 @@ class CallPool:
     self.start()
 
   def __call__(
-    self,
-    jobs: Sequence[Mapping[str, Any]],
-    sizes: Sequence[int] | None = None,
+    self, jobs: Sequence[Mapping[str, Any]], sizes: Sequence[int] | None = None
   ) -> list[tuple[Any, str | None]]:
     """Returns (result, None) or (None, error) for each job, in order.
 

@@ -184,4 +184,4 @@ class TestRun:
     rollout = types.SimpleNamespace(example_id=np.arange(8))
     scoring = types.SimpleNamespace(learner=learner, rollout=rollout)
     with pytest.raises(InputError, match="row 7 of the data: column 'teacher'"):
-      distill.chosen_teacher_logprobs(scoring)
+      distill.teacher_logprobs(scoring)
