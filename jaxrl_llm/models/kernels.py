@@ -6,15 +6,16 @@ can choose the layout of the cache. Callers assign pages to slots
 (`BlockTables`).
 """
 
+import dataclasses
 import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
+from chex import Numeric
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -42,32 +43,32 @@ class PackedAttention(NamedTuple):
   sees_prefixes: bool
 
 
-class Kernels(NamedTuple):
+class Kernels:
   """Attention on a layer's KV cache: paged for decode, contiguous for prefill.
 
-  H query heads of size d share K heads of keys and values.
+  H query heads of size d share K heads of keys and values. A subclass has
+
+    init_paged: (shards, pages, page_size, dtype) -> a paged layer of zeros, see
+      `kv_cache`.
+    init_contiguous: (sequences, length, dtype) -> a contiguous layer of zeros,
+      for prefill.
+    write_paged: (paged layer, k [S,Q,K,d], v, BlockTables, positions [S,Q],
+      writing [S,Q]) -> the updated layer; tokens where `writing` is False
+      change nothing.
+    paged_attention: (q [S,Q,H,d], paged layer, BlockTables, positions [S,Q]) ->
+      [S,Q,H,d]: a query attends to its own and earlier positions; 0 for a slot
+      without pages. Positions of a slot are consecutive.
+    write_contiguous: (contiguous layer, k [N,Q,K,d], v, start) -> the layer,
+      updated from position `start` on; `start` and the sequence length are
+      multiples of Q.
+    prefill_attention: (q [N,Q,H,d], contiguous layer, start) -> [N,Q,H,d], also
+      causal.
   """
 
   # Sharding of the arrays of a paged layer; None: one device.
   kv_sharding: NamedSharding | None
   # Whether several slots may read the same page of a shared prefix.
   shares_pages: bool
-  # (shards, pages, page_size, dtype) -> a paged layer of zeros, see `kv_cache`.
-  init_paged: Callable[..., Any]
-  # (sequences, length, dtype) -> a contiguous layer of zeros, for prefill.
-  init_contiguous: Callable[..., Any]
-  # (paged layer, k [S,Q,K,d], v, BlockTables, positions [S,Q], writing [S,Q])
-  #  -> the updated layer; tokens where `writing` is False change nothing.
-  write_paged: Callable[..., Any]
-  # (q [S,Q,H,d], paged layer, BlockTables, positions [S,Q]) -> [S,Q,H,d]: a
-  #  query attends to its own and earlier positions; 0 for a slot without pages.
-  #  Positions of a slot are consecutive.
-  paged_attention: Callable[..., Array]
-  # (contiguous layer, k [N,Q,K,d], v, start) -> the layer, updated from
-  #  position `start` on; `start` and the sequence length are multiples of Q.
-  write_contiguous: Callable[..., Any]
-  # (q [N,Q,H,d], contiguous layer, start) -> [N,Q,H,d], also causal.
-  prefill_attention: Callable[..., Array]
 
 
 class Backend(NamedTuple):
@@ -161,21 +162,14 @@ def on_devices(
   return context.on_devices(function, place(like), *specs)(*arguments)
 
 
-def make_interleaved(
-  heads: int,
-  size: int,
-  attend_paged: Callable[..., Array],
-  attend_contiguous: Callable[..., Array],
-  *,
-  check: Callable[..., None],
-  sharding: NamedSharding | None,
-) -> Kernels:
-  """Makes a backend that stores keys and values of a token next to each other.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Interleaved(Kernels):
+  """A backend that stores keys and values of a token next to each other.
 
   A layer is one array, [D, P, page_size, 2K, d] if paged and [N, T, 2K, d] if
   contiguous, in which the value of each head follows its key.
 
-  Args:
+  Attributes:
     heads: KV heads on a device, padded with zeros.
     size: head dimension, padded with zeros.
     attend_paged: (paged layer, q [S,Q,H,d], page_indices [S,N],
@@ -185,54 +179,64 @@ def make_interleaved(
     check: raises if the shape and dtype of a paged layer are not supported.
     sharding: as in `Backend`.
   """
-  entry = (2 * heads * context.num_shards(sharding, 1), size)
 
-  def init_paged(shards: int, pages: int, page_size: int, dtype: Any):
-    check((shards, pages, page_size, *entry), jnp.dtype(dtype))
-    return (jnp.zeros((shards, pages, page_size, *entry), dtype),)
+  heads: int
+  size: int
+  attend_paged: Callable[..., Array]
+  attend_contiguous: Callable[..., Array]
+  check: Callable[..., None]
+  sharding: NamedSharding | None
+  shares_pages = True
 
-  def init_contiguous(sequences: int, length: int, dtype: Any):
-    return jnp.zeros((sequences, length, *entry), dtype)
+  @property
+  def kv_sharding(self) -> NamedSharding | None:
+    return layer_sharding(self.sharding, heads_axis=3)
 
-  def write(function: Callable, layer: Array, k: Array, v: Array, *where):
+  @property
+  def _entry(self) -> tuple[int, int]:
+    """Shape of a token in a layer."""
+    return 2 * self.heads * context.num_shards(self.sharding, 1), self.size
+
+  def init_paged(self, shards: int, pages: int, page_size: int, dtype: Any):
+    shape = shards, pages, page_size, *self._entry
+    self.check(shape, jnp.dtype(dtype))
+    return (jnp.zeros(shape, dtype),)
+
+  def init_contiguous(self, sequences: int, length: int, dtype: Any):
+    return jnp.zeros((sequences, length, *self._entry), dtype)
+
+  def _write(
+    self, function: Callable, layer: Array, k: Array, v: Array, *where
+  ):
+    heads, size = self.heads, self.size
+
     def on_device(layer: Array, k: Array, v: Array, *where):
       missing = (0, heads - k.shape[2]), (0, 0), (0, size - k.shape[3])
       new = jnp.pad(jnp.stack([k, v], axis=3), ((0, 0), (0, 0), *missing))
       new = new.reshape(*k.shape[:2], 2 * heads, size).astype(layer.dtype)
       return function(layer, new, *where)
 
-    return on_devices(on_device, sharding, layer, layer, k, v, *where)
+    return on_devices(on_device, self.sharding, layer, layer, k, v, *where)
 
   def write_paged(
-    layer: tuple[Array], k: Array, v: Array, block_tables: BlockTables, *where
+    self, layer: tuple[Array], k: Array, v: Array, tables: BlockTables, *where
   ):
-    where = block_tables.page_indices, *where
-    return (write(kv_cache.write_tokens, layer[0], k, v, *where),)
+    where = tables.page_indices, *where
+    return (self._write(kv_cache.write_tokens, layer[0], k, v, *where),)
 
   def paged_attention(
-    q: Array, layer: tuple[Array], block_tables: BlockTables, positions: Array
+    self, q: Array, layer: tuple[Array], tables: BlockTables, positions: Array
   ):
-    where = block_tables.page_indices, positions
-    return on_devices(attend_paged, sharding, q, layer[0], q, *where)
+    arrays = layer[0], q, tables.page_indices, positions
+    return on_devices(self.attend_paged, self.sharding, q, *arrays)
 
-  def write_contiguous(layer: Array, k: Array, v: Array, start: chex.Numeric):
+  def write_contiguous(self, layer: Array, k: Array, v: Array, start: Numeric):
     update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
-    return write(update, layer, k, v, jnp.int32(start))
+    return self._write(update, layer, k, v, jnp.int32(start))
 
-  def prefill_attention(q: Array, layer: Array, start: chex.Numeric):
-    where = layer, q, jnp.int32(start)
-    return on_devices(attend_contiguous, sharding, q, *where)
-
-  return Kernels(
-    kv_sharding=layer_sharding(sharding, heads_axis=3),
-    shares_pages=True,
-    init_paged=init_paged,
-    init_contiguous=init_contiguous,
-    write_paged=write_paged,
-    paged_attention=paged_attention,
-    write_contiguous=write_contiguous,
-    prefill_attention=prefill_attention,
-  )
+  def prefill_attention(self, q: Array, layer: Array, start: Numeric):
+    arrays = layer, q, jnp.int32(start)
+    return on_devices(self.attend_contiguous, self.sharding, q, *arrays)
 
 
 def make_packed_xla(
@@ -245,54 +249,48 @@ def make_packed_xla(
   return PackedAttention(attend, sees_prefixes=kind.window is None)
 
 
-def make_xla(
-  kind: AttentionKind,
-  *,
-  sharding: NamedSharding | None = None,
-  kv_block: int = 0,
-) -> Kernels:
-  """Makes the XLA backend, with keys [..., K, d, T] and values [..., K, T, d].
+@dataclasses.dataclass(frozen=True, eq=False)
+class Xla(Kernels):
+  """The XLA backend, with keys [..., K, d, T] and values [..., K, T, d].
 
   With tokens last, the product of a query with its keys reads memory in order:
   on a CPU, decode attention took half as long as with keys [..., T, d].
   """
-  del kv_block  # XLA chooses the blocks.
-  heads, size = kind.num_kv_heads, kind.head_dim
 
-  def zeros(*shape, dtype: Any):
-    *outer, length = shape
+  kind: AttentionKind
+  sharding: NamedSharding | None = None
+  kv_block: int = 0  # Not read: XLA chooses the blocks.
+  shares_pages = False
+  write_paged = staticmethod(paged_attention.write_paged)
+  write_contiguous = staticmethod(attention.write_contiguous)
+
+  @property
+  def kv_sharding(self) -> NamedSharding | None:
+    return layer_sharding(self.sharding, heads_axis=2)
+
+  def init_contiguous(self, *shape: Any):
+    *outer, length, dtype = shape
+    heads, size = self.kind.num_kv_heads, self.kind.head_dim
     return (
       jnp.zeros((*outer, heads, size, length), dtype),
       jnp.zeros((*outer, heads, length, size), dtype),
     )
 
-  def init_paged(shards: int, pages: int, page_size: int, dtype: Any):
+  def init_paged(self, shards: int, pages: int, page_size: int, dtype: Any):
     sizes = paged_attention.segment_sizes(pages)
-    return tuple(zeros(shards, n, page_size, dtype=dtype) for n in sizes)
+    make = lambda size: self.init_contiguous(shards, size, page_size, dtype)
+    return tuple(map(make, sizes))
 
-  def init_contiguous(sequences: int, length: int, dtype: Any):
-    return zeros(sequences, length, dtype=dtype)
-
-  def attend(q: Array, layer: PagedLayer, *arguments):
+  def paged_attention(self, q: Array, layer: PagedLayer, *arguments):
     # Matrix products do not support 8-bit floats.
     wide = lambda x: x.astype(q.dtype) if x.dtype.itemsize == 1 else x
-    layer = jax.tree.map(wide, layer)
+    arguments = jax.tree.map(wide, layer), *arguments
     return paged_attention.paged_attention(
-      q, layer, *arguments, window=kind.window
+      q, *arguments, window=self.kind.window
     )
 
-  return Kernels(
-    kv_sharding=layer_sharding(sharding, heads_axis=2),
-    shares_pages=False,
-    init_paged=init_paged,
-    init_contiguous=init_contiguous,
-    write_paged=paged_attention.write_paged,
-    paged_attention=attend,
-    write_contiguous=attention.write_contiguous,
-    prefill_attention=functools.partial(
-      attention.prefill_attention, window=kind.window
-    ),
-  )
+  def prefill_attention(self, *arguments: Any):
+    return attention.prefill_attention(*arguments, window=self.kind.window)
 
 
-XLA = Backend(lambda kind: "", make_packed_xla, make_xla)
+XLA = Backend(lambda kind: "", make_packed_xla, Xla)

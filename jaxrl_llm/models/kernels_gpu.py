@@ -42,9 +42,9 @@ from jaxrl_llm.models.attention import MASKED, in_reach
 from jaxrl_llm.models.flash_gpu import Refs
 from jaxrl_llm.models.kernels import (
   Backend,
+  Interleaved,
   Kernels,
   PackedAttention,
-  make_interleaved,
 )
 from jaxrl_llm.models.layers import AttentionKind
 
@@ -102,7 +102,7 @@ def make_pallas(
         " cache of a layer on one GPU; reduce sampler.kv_pages"
       )
 
-  return make_interleaved(
+  return Interleaved(
     *(kind.num_kv_heads // parts, kind.head_dim),
     functools.partial(_decode, window=kind.window, kv_block=kv_block),
     functools.partial(_prefill, window=kind.window),

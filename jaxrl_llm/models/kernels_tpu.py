@@ -35,9 +35,9 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import context
 from jaxrl_llm.models.kernels import (
   Backend,
+  Interleaved,
   Kernels,
   PackedAttention,
-  make_interleaved,
 )
 from jaxrl_llm.models.layers import AttentionKind
 
@@ -207,7 +207,7 @@ def make_pallas(
 
   functions = _attend_paged, _attend_contiguous
   functions = (functools.partial(attend, x) for x in functions)
-  return make_interleaved(*padded, *functions, check=check, sharding=sharding)
+  return Interleaved(*padded, *functions, check=check, sharding=sharding)
 
 
 def _attend_contiguous(layer: Array, q: Array, start: Array, **settings):

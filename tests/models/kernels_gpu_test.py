@@ -47,7 +47,7 @@ def _random(*shapes, dtype=np.float32):
 
 
 def _backends(kind):
-  return kernels_gpu.make_pallas(kind, sharding=None), kernels.make_xla(kind)
+  return kernels_gpu.make_pallas(kind, sharding=None), kernels.Xla(kind)
 
 
 class TestPackedAttention:
@@ -185,7 +185,7 @@ class TestDecode:
       grids.append(grid) or call(body, grid, *rest)
     )
     qkv = self._qkv(4, 2, 64, 1)
-    expected = self._run(kernels.make_xla(make_kind()), self._tables(), *qkv)
+    expected = self._run(kernels.Xla(make_kind()), self._tables(), *qkv)
     backend = kernels_gpu.make_pallas(
       make_kind(), sharding=None, kv_block=tokens
     )

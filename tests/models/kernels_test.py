@@ -111,7 +111,7 @@ def _on_pages(backend, tables, q, k, v, dtype=None):
 def _both(module, run, config, *arguments, sharding=None):
   backends = (
     module.make_pallas(config, sharding=sharding),
-    kernels.make_xla(config),
+    kernels.Xla(config),
   )
   run = jax.jit(run, static_argnums=0)
   return [np.asarray(run(backend, *arguments)) for backend in backends]
