@@ -82,8 +82,8 @@ def entropy_clip(
 
 def adaptive_temperature(
   distribution: Any,
-  context: Any,
-  statistics: estimators.EntropyStatistics,
+  _: Any,
+  statistics: entropy.EntropyStatistics,
   *,
   tau: float,
 ):

@@ -6,8 +6,6 @@ CPU, forward and backward took half to two thirds of the time of
 `jax.nn.dot_product_attention`.
 """
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -53,45 +51,40 @@ def packed_attention(
   """
   chex.assert_rank([q, k, v, segments, prefixes], [4, 4, 4, 2, 2])
   chex.assert_equal_shape_prefix([q, k, v, segments, prefixes], 2)
-  attend = functools.partial(_attend_in_rows, window=window)
+
+  def in_rows(
+    q: Array, k: Array, v: Array, queries: context.Queries, own: Array
+  ):
+    """Attends to all keys of the row, which are of segments `own`."""
+    index, segments, prefixes = queries
+    count, time = q.shape[1], k.shape[1]
+    keys, values = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+
+    def block(index: Array, q: Array, segment: Array, prefix: Array):
+      visible = segment[:, :, None] == own[:, None]
+      shared = prefix[:, :, None] == own[:, None]
+      visible |= shared & (prefix[:, :, None] > 0)
+      keys_at = jnp.arange(time)[None]
+      visible &= in_reach(keys_at, index[:, None], window)[None]
+      return attend(q, keys, values, visible)
+
+    if time <= 2 * _QUERY_BLOCK:
+      return block(index, q, segments, prefixes)
+
+    def split(x: Array):
+      x = context.pad(x, 1, _QUERY_BLOCK)
+      x = x.reshape(len(x), -1, _QUERY_BLOCK, *x.shape[2:])
+      return x.swapaxes(0, 1)
+
+    arguments = (split(index[None])[:, 0], *map(split, (q, segments, prefixes)))
+    out = jax.lax.map(jax.checkpoint(lambda x: block(*x)), arguments)
+    out = out.swapaxes(0, 1).reshape(q.shape[0], -1, *q.shape[2:])
+    return out[:, :count]
+
   if context.num_shards(sharding, 1) == 1:
     queries = context.Queries(jnp.arange(q.shape[1]), segments, prefixes)
-    return attend(q, k, v, queries, segments)
-  return context.over_rows(attend, sharding)(q, k, v, segments, prefixes)
-
-
-def _attend_in_rows(
-  q: Array,
-  k: Array,
-  v: Array,
-  queries: context.Queries,
-  key_segments: Array,
-  window: int | None,
-):
-  """Computes attention of queries at positions [Q] to all keys of the row."""
-  (index, segments, prefixes), count, time = queries, q.shape[1], k.shape[1]
-  keys, values = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
-
-  def block(index: Array, q: Array, own: Array, prefix: Array):
-    visible = own[:, :, None] == key_segments[:, None]
-    shared = prefix[:, :, None] == key_segments[:, None]
-    visible |= shared & (prefix[:, :, None] > 0)
-    keys_at = jnp.arange(time)[None]
-    visible &= in_reach(keys_at, index[:, None], window)[None]
-    return attend(q, keys, values, visible)
-
-  if time <= 2 * _QUERY_BLOCK:
-    return block(index, q, segments, prefixes)
-
-  def split(x: Array):
-    x = context.pad(x, 1, _QUERY_BLOCK)
-    x = x.reshape(len(x), -1, _QUERY_BLOCK, *x.shape[2:])
-    return x.swapaxes(0, 1)
-
-  arguments = (split(index[None])[:, 0], *map(split, (q, segments, prefixes)))
-  out = jax.lax.map(jax.checkpoint(lambda x: block(*x)), arguments)
-  out = out.swapaxes(0, 1).reshape(q.shape[0], -1, *q.shape[2:])
-  return out[:, :count]
+    return in_rows(q, k, v, queries, segments)
+  return context.over_rows(in_rows, sharding)(q, k, v, segments, prefixes)
 
 
 @jax.custom_vjp

@@ -12,7 +12,7 @@ Reference: Dao 2023, FlashAttention-2, arXiv 2307.08691.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -291,7 +291,7 @@ def _queries(queries_ref: Ref, row: Array, at: pl.Slice, axis: int = 1):
 
 
 def _visible(
-  queries: Sequence[Array],
+  queries: list[Array],
   at: pl.Slice,
   keys: Array,
   window: int | None,

@@ -1,6 +1,5 @@
 """Paged attention in plain XLA, which reads every page in place."""
 
-import functools
 from collections.abc import Callable, Sequence
 
 import chex
@@ -108,61 +107,41 @@ def paged_attention(
   shards, pages = block_tables.page_owner.shape
   q, unfold = fold_heads(q * q.shape[3] ** -0.5, layer[0][0].shape[2])
   by_shard = lambda x: x.reshape(shards, -1, *x.shape[1:])
-  out = jax.vmap(functools.partial(_attend, window=window))(
-    by_shard(q),
-    by_shard(positions),
-    *block_tables[1:],  # By page.
-    _first_pages(layer, pages),
-  )
+
+  @jax.vmap
+  def of_shard(q: Array, positions: Array, segments: PagedLayer, *table: Array):
+    """Attends from [S / D, K, G·Q, d]; only products are by segment.
+
+    This keeps the program small.
+    """
+    owner, start, order = table  # By page.
+    slots, (keys, values) = len(q), zip(*segments)
+    cuts = np.cumsum([len(x) for x in keys])[:-1]
+
+    def multiply(equation: str, left: Array, right: Sequence[Array]):
+      parts = zip(jnp.split(left, cuts), right)
+      return jnp.concatenate([einsum(equation, *part) for part in parts])
+
+    def over_pages(reduce: Callable[..., Array], x: Array):
+      """Reduces over the pages of each slot, in the order of its blocks."""
+      return reduce(x[order], owner[order], slots)
+
+    held = jnp.minimum(owner, slots - 1)
+    scores = multiply("pkqd,pkdl->pkql", q[held], keys)
+    index = start[:, None] + jnp.arange(scores.shape[3])[None]
+    # [P, Q, page_size].
+    visible = in_reach(index[:, None], positions[held][:, :, None], window)
+    visible &= (owner < slots)[:, None, None]
+    by_query = scores.reshape(*scores.shape[:2], -1, *visible.shape[1:])
+    by_query = jnp.where(visible[:, None, None], by_query, MASKED)
+    scores = by_query.reshape(scores.shape)
+    top = over_pages(jax.ops.segment_max, jnp.max(scores, axis=-1))
+    weights = jnp.exp(scores - top[held][..., None])
+    total = over_pages(jax.ops.segment_sum, jnp.sum(weights, axis=-1))
+    mixed = multiply("pkql,pkld->pkqd", weights.astype(values[0].dtype), values)
+    out = over_pages(jax.ops.segment_sum, mixed)
+    return (out / jnp.where(total > 0, total, 1.0)[..., None]).astype(q.dtype)
+
+  arrays = by_shard(q), by_shard(positions), _first_pages(layer, pages)
+  out = of_shard(*arrays, *block_tables[1:])
   return unfold(out.reshape(-1, *out.shape[2:]))
-
-
-def _attend(
-  q: Array,
-  positions: Array,
-  owner: Array,
-  start: Array,
-  order: Array,
-  segments: PagedLayer,
-  *,
-  window: int | None,
-):
-  """Computes attention of the S / D slots of a shard to its first P pages.
-
-  Only the products are computed per segment, which keeps the program small.
-
-  Args:
-    q: [S / D, K, G·Q, d].
-    positions: [S / D, Q].
-    owner: [P], as in `BlockTables`.
-    start: [P].
-    order: [P].
-    segments: keys and values of the P pages.
-    window: as in `paged_attention`.
-  """
-  slots, (keys, values) = len(q), zip(*segments)
-  cuts = np.cumsum([len(x) for x in keys])[:-1]
-
-  def multiply(equation: str, left: Array, right: Sequence[Array]):
-    parts = zip(jnp.split(left, cuts), right)
-    return jnp.concatenate([einsum(equation, *part) for part in parts])
-
-  def over_pages(reduce: Callable[..., Array], x: Array):
-    """Reduces over the pages of each slot, in the order of its blocks."""
-    return reduce(x[order], owner[order], slots)
-
-  held = jnp.minimum(owner, slots - 1)
-  scores = multiply("pkqd,pkdl->pkql", q[held], keys)
-  index = start[:, None] + jnp.arange(scores.shape[3])[None]
-  # [P, Q, page_size].
-  visible = in_reach(index[:, None], positions[held][:, :, None], window)
-  visible &= (owner < slots)[:, None, None]
-  by_query = scores.reshape(*scores.shape[:2], -1, *visible.shape[1:])
-  by_query = jnp.where(visible[:, None, None], by_query, MASKED)
-  scores = by_query.reshape(scores.shape)
-  top = over_pages(jax.ops.segment_max, jnp.max(scores, axis=-1))
-  weights = jnp.exp(scores - top[held][..., None])
-  total = over_pages(jax.ops.segment_sum, jnp.sum(weights, axis=-1))
-  mixed = multiply("pkql,pkld->pkqd", weights.astype(values[0].dtype), values)
-  out = over_pages(jax.ops.segment_sum, mixed)
-  return (out / jnp.where(total > 0, total, 1.0)[..., None]).astype(q.dtype)

@@ -21,6 +21,7 @@ from jaxrl_llm.simulate import account
 _TENSOR, _ROWS = (1, 2, 4, 8, 16), (1, 2, 4, 8)
 _MOMENTS = ("float32", "bfloat16")
 _MARGIN = 1.1  # Compilers use up to 9 % more than `account` estimates.
+_Sampler = tuple[float, account.Sizes]  # Bytes of memory, and sizes.
 
 
 class Fit(NamedTuple):
@@ -100,7 +101,7 @@ def _meshes(
   ]
 
 
-def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes]:
+def _sampler(sizes: account.Sizes) -> _Sampler:
   """Returns the memory of a sampler in bytes, and its sizes."""
   config = sizes.config
   longest = config.data.max_prompt_length + config.sampler.max_response_length
@@ -114,11 +115,7 @@ def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes]:
 
 
 def _best(
-  sizes: account.Sizes,
-  samplers: Sequence[tuple[float, account.Sizes]],
-  chip: Chip,
-  *,
-  apart: bool,
+  sizes: account.Sizes, samplers: list[_Sampler], chip: Chip, *, apart: bool
 ) -> list[Fit]:
   """Returns the fastest fit of a learner mesh, or []; modifies its config."""
   config, found = sizes.config, []
