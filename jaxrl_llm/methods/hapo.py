@@ -23,13 +23,8 @@ from jax import Array
 from jaxrl_llm import distributions, estimators, losses
 from jaxrl_llm.errors import check_choice, check_number
 from jaxrl_llm.estimators import entropy
-from jaxrl_llm.learner import (
-  Algorithm,
-  ProcessorSpec,
-  Settings,
-  estimates,
-  part,
-)
+from jaxrl_llm.learner import Algorithm, Settings, estimates, part
+from jaxrl_llm.learner.algorithm import ProcessorSpec
 
 
 def token_group(

@@ -21,16 +21,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_llm import masked
-from jaxrl_llm.learner import (
-  Algorithm,
-  MemberSpec,
-  Settings,
-  estimates,
-  members,
-  part,
-  providers,
-  scoring,
-)
+from jaxrl_llm.learner import Algorithm, Settings, estimates, part, providers
+from jaxrl_llm.learner.algorithm import MemberSpec
+from jaxrl_llm.learner.members import Member, Training, make_member
+from jaxrl_llm.learner.scoring import over_micro_batches
 from jaxrl_llm.learner.update import Objective, Sums
 from jaxrl_llm.models import PackedRows, Params
 
@@ -38,8 +32,8 @@ _LEARNING_RATE = 0.01  # High, because the probe is linear.
 
 
 def make_probe(
-  policy: members.Member, algorithm: Algorithm, mesh: jax.sharding.Mesh
-) -> members.Member:
+  policy: Member, algorithm: Algorithm, mesh: jax.sharding.Mesh
+) -> Member:
   """Makes the member that reads the middle layer of the policy."""
   config = policy.fns.config
   period = len(config.period)
@@ -63,9 +57,9 @@ def make_probe(
 
   def score(params: Params, packed: PackedRows):
     read = lambda rows: probed(params, rows)
-    return scoring.over_micro_batches(read, packed)
+    return over_micro_batches(read, packed)
 
-  training = members.Training(
+  training = Training(
     Objective("poise", loss),
     score,
     reads=["outcomes"],
@@ -77,7 +71,7 @@ def make_probe(
     policy.settings, learning_rate=_LEARNING_RATE, frozen=()
   )
   fns = policy.fns._replace(init=init)
-  return members.make_member(fns, training, settings, mesh)
+  return make_member(fns, training, settings, mesh)
 
 
 def cross_probe(

@@ -23,14 +23,8 @@ from jax import Array
 
 from jaxrl_llm import estimators, losses, models, sharding
 from jaxrl_llm.errors import check_choice, check_number
-from jaxrl_llm.learner import (
-  Algorithm,
-  Settings,
-  estimates,
-  packing,
-  part,
-  providers,
-)
+from jaxrl_llm.learner import Algorithm, Settings, estimates, part, providers
+from jaxrl_llm.learner.packing import pack, place
 from jaxrl_llm.methods.rloo import rloo
 from jaxrl_llm.system import processes
 from jaxrl_llm.types import Rollout, take_rows
@@ -140,7 +134,7 @@ def one_by_one(
     micro_batches: static number of micro-batches, M, at least B.
   """
   each = [
-    packing.pack(
+    pack(
       take_rows(rollout, [i]), capacity=capacity, rows=rows, micro_batches=1
     )[0].replace(count=None)
     for i in range(len(rollout.lengths))
@@ -177,7 +171,7 @@ def provide_norms(scoring: providers.Scoring) -> np.ndarray:
     )
     packed = packed.replace(temperature=np.float32(batch.temperature))
     norms = _norms(policy.fns, mesh)(
-      scoring.state.params("policy"), packing.place(packed, mesh)
+      scoring.state.params("policy"), place(packed, mesh)
     )
     out[rows] = processes.to_host(norms)[: rows.size]
   return out

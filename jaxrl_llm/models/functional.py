@@ -10,14 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding
 
-from jaxrl_llm.models import (
-  adapters,
-  context,
-  decoding,
-  experts,
-  heads,
-  transformer,
-)
+from jaxrl_llm.models import context, decoding, experts, heads, transformer
+from jaxrl_llm.models.adapters import base_of
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import choose
 from jaxrl_llm.models.kv_cache import KVCache
@@ -325,7 +319,7 @@ def make_value(
     }
     params = merge(params)
     trunk = {k: v for k, v in params.items() if not k.endswith("_head")}
-    trunk = jax.tree.map(jnp.copy, adapters.base_of(trunk))
+    trunk = jax.tree.map(jnp.copy, base_of(trunk))
     if config.adapters is None:
       trunk = jax.tree.map(lambda x: x.astype(jnp.float32), trunk)
     trunk = transformer.with_adapters(trunk, jax.random.key(0), config)

@@ -40,12 +40,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import context, flash_gpu
 from jaxrl_llm.models.attention import MASKED, in_reach
 from jaxrl_llm.models.flash_gpu import Refs
-from jaxrl_llm.models.kernels import (
-  Backend,
-  Interleaved,
-  Kernels,
-  PackedAttention,
-)
+from jaxrl_llm.models.kernels import Backend, Interleaved, PackedAttention
 from jaxrl_llm.models.layers import AttentionKind
 
 _HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -85,7 +80,7 @@ def make_packed_attention(
 
 def make_pallas(
   kind: AttentionKind, *, sharding: NamedSharding | None, kv_block: int = 0
-) -> Kernels:
+) -> Interleaved:
   """Makes the attention of a sampler.
 
   Args:

@@ -33,12 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import context
-from jaxrl_llm.models.kernels import (
-  Backend,
-  Interleaved,
-  Kernels,
-  PackedAttention,
-)
+from jaxrl_llm.models.kernels import Backend, Interleaved, PackedAttention
 from jaxrl_llm.models.layers import AttentionKind
 
 _LANES = 128  # Lanes of a vector register.
@@ -174,7 +169,7 @@ def _skip_blocks(
 
 def make_pallas(
   kind: AttentionKind, *, sharding: NamedSharding | None, kv_block: int = 0
-) -> Kernels:
+) -> Interleaved:
   """Makes the attention of a sampler.
 
   Args:
