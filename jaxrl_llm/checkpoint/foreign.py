@@ -224,11 +224,7 @@ def _make(
 
 
 def _make_trained(
-  config: ModelConfig,
-  outputs: int | None,
-  arrays: Arrays,
-  step: int,
-  **adamw: Any,
+  config: ModelConfig, outputs: int | None, arrays: Arrays, step: int, **adamw
 ) -> tuple[Any, Any]:
   """Makes a transformers model and its optimizer with a given state."""
   import torch

@@ -76,11 +76,7 @@ def entropy_clip(
 
 
 def adaptive_temperature(
-  distribution: Any,
-  _: Any,
-  statistics: entropy.EntropyStatistics,
-  *,
-  tau: float,
+  distribution: Any, _: Any, state: entropy.EntropyStatistics, *, tau: float
 ):
   """Adapts the temperature to a token's entropy, T (1 + τ h).
 
@@ -91,7 +87,7 @@ def adaptive_temperature(
     distribution.logits / temperature[:, None]
   )
   code = estimators.entropy_code(
-    entropies, jnp.ones(entropies.shape, bool), statistics
+    entropies, jnp.ones(entropies.shape, bool), state
   )
   temperature = estimators.adaptive_temperature(
     code, temperature=temperature, tau=tau

@@ -33,6 +33,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx import Rngs
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -169,11 +170,7 @@ class Experts(nnx.Module):
   """Σ w_e MLP_e(x) over the k most probable experts, with Σ w_e = 1."""
 
   def __init__(
-    self,
-    kind: ExpertsKind,
-    config: ModelConfig,
-    numerics: Numerics,
-    rngs: nnx.Rngs,
+    self, kind: ExpertsKind, config: ModelConfig, numerics: Numerics, rngs: Rngs
   ):
     width, inner = config.hidden_size, kind.intermediate_size
     experts = kind.num_experts

@@ -156,18 +156,14 @@ class _Layers:
     return transformer.logits(merge(params), states, self.config)
 
   def logprobs(
-    self,
-    params: Any,
-    packed: PackedRows,
-    load: Array | None = None,
-    **in_chunks,
+    self, params: Any, rows: PackedRows, load: Array | None = None, **in_chunks
   ):
-    states, aux = self.hidden(params, packed, load=load)
-    of_tokens = states, packed.targets, packed.mask
+    states, aux = self.hidden(params, rows, load=load)
+    of_tokens = states, rows.targets, rows.mask
     to_rows = lambda x: context.shards_to_rows(x, self._parts)
     states, targets, mask = map(to_rows, of_tokens)
     kernel, tied = transformer.head(params)
-    temperature = 1.0 if packed.temperature is None else packed.temperature
+    temperature = 1.0 if rows.temperature is None else rows.temperature
     scored = heads.chunked_logprobs(
       states, kernel, targets, mask, temperature, tied=tied, **in_chunks
     )

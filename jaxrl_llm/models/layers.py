@@ -25,6 +25,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx import Rngs
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_llm.models import families
@@ -45,9 +46,7 @@ INIT_STDDEV = 0.02  # Standard deviation of kernels and embeddings (GPT-2).
 class Matrix(nnx.Module):
   """A kernel [..., in, out], or its codes with their scales."""
 
-  def __init__(
-    self, shape: tuple[int, ...], numerics: Numerics, rngs: nnx.Rngs
-  ):
+  def __init__(self, shape: tuple[int, ...], numerics: Numerics, rngs: Rngs):
     init = nnx.initializers.normal(INIT_STDDEV)
     self.kernel = nnx.Param(init(rngs.params(), shape))
     self.has_scale, self.numerics = False, numerics
@@ -75,14 +74,14 @@ class Linear(Matrix):
     *,
     bias: bool,
     numerics: Numerics,
-    rngs: nnx.Rngs,
+    rngs: Rngs,
   ):
     super().__init__((in_size, out_size), numerics, rngs)
     if bias:
       self.bias = nnx.Param(jnp.zeros((out_size,)))
     self.has_bias, self.adapter_scale = bias, None
 
-  def attach_adapter(self, rank: int, scale: float, rngs: nnx.Rngs) -> None:
+  def attach_adapter(self, rank: int, scale: float, rngs: Rngs) -> None:
     """Adds a low-rank adapter; see `adapters`."""
     in_size, out_size = self.kernel.shape
     init = nnx.initializers.normal(1 / rank)
@@ -158,7 +157,7 @@ class Attention(nnx.Module):
     kind: AttentionKind,
     config: ModelConfig,
     numerics: Numerics,
-    rngs: nnx.Rngs,
+    rngs: Rngs,
   ):
     size, linear = config.hidden_size, {"numerics": numerics, "rngs": rngs}
     q_size = kind.num_heads * kind.head_dim
@@ -212,7 +211,7 @@ class MLP(nnx.Module):
   """down(activation(gate(x)) · up(x)), without auxiliary outputs."""
 
   def __init__(
-    self, kind: MlpKind, config: ModelConfig, numerics: Numerics, rngs: nnx.Rngs
+    self, kind: MlpKind, config: ModelConfig, numerics: Numerics, rngs: Rngs
   ):
     sizes = (config.hidden_size, config.intermediate_size)
     linear = {"bias": kind.bias, "numerics": numerics, "rngs": rngs}
@@ -247,11 +246,7 @@ class DecoderLayer(nnx.Module):
   """Pre-norm transformer layer; returns the auxiliary outputs of its MLP."""
 
   def __init__(
-    self,
-    kind: DecoderKind,
-    config: ModelConfig,
-    numerics: Numerics,
-    rngs: nnx.Rngs,
+    self, kind: DecoderKind, config: ModelConfig, numerics: Numerics, rngs: Rngs
   ):
     self.input_norm = make_norm(config)
     self.attention = Attention(kind.attention, config, numerics, rngs)
@@ -274,7 +269,7 @@ class DecoderLayer(nnx.Module):
 class Embed(nnx.Module):
   """Token embedding [V, D], times the `embedding_scale` of the family."""
 
-  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+  def __init__(self, config: ModelConfig, rngs: Rngs):
     init = nnx.initializers.normal(INIT_STDDEV)
     shape = (config.vocab_size, config.hidden_size)
     self.embedding = nnx.Param(init(rngs.params(), shape))

@@ -14,7 +14,6 @@ from jaxrl_llm import models, sampling
 from jaxrl_llm.config import Settings
 from jaxrl_llm.learner import core
 from jaxrl_llm.models import experts, heads, transformer
-from jaxrl_llm.models.shapes import expert_params, multiplied_params
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.simulate import lengths
 from jaxrl_llm.simulate.cost import CostModel, Plane
@@ -66,7 +65,9 @@ class Sizes:
     self.devices = math.prod(mesh.values())
     self.parameters = models.num_params(model)
     self.table = model.vocab_size * model.hidden_size
-    self.multiplied = multiplied_params(model) - self.table  # In layers.
+    self.multiplied = (
+      transformer.multiplied_params(model) - self.table
+    )  # In layers.
     self._set_experts(config.model.expert_capacity)
     # Parameters that a device gathers for its products, and the part of them
     # that it receives from other devices.
@@ -117,7 +118,7 @@ class Sizes:
       return
     kind = kinds[0]
     k, count = kind.per_token, kind.num_experts
-    self.experts = len(kinds) * expert_params(model, kind)
+    self.experts = len(kinds) * transformer.expert_params(model, kind)
     active = self.experts * k / count
     self.dense -= active
     self.group = mesh["expert"] * tensor if "expert" in mesh else 1

@@ -2,7 +2,7 @@
 
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.metrics.chips import PEAK_FLOPS
-from jaxrl_llm.models.shapes import multiplied_params
+from jaxrl_llm.models.transformer import multiplied_params
 
 
 def speed(learner: Learner, row: dict[str, float]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.chips import PEAK_FLOPS
 from jaxrl_llm.models import kernels
-from jaxrl_llm.models.shapes import multiplied_params
+from jaxrl_llm.models.transformer import multiplied_params
 from jaxrl_llm.sampling import EngineConfig, new_requests
 from jaxrl_llm.simulate.models import MODELS
 from jaxrl_llm.types import Rollout, Status

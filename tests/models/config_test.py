@@ -12,7 +12,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import rope
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.rope import RopeScaling
-from jaxrl_llm.models.shapes import multiplied_params
+from jaxrl_llm.models.transformer import multiplied_params
 
 # Contents of config.json of published models, one paragraph each.
 FILES = [
