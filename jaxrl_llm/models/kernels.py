@@ -11,7 +11,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ class PackedAttention(NamedTuple):
   sees_prefixes: bool
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Kernels:
   """Attention on a layer's KV cache: paged for decode, contiguous for prefill.
 
@@ -65,10 +66,20 @@ class Kernels:
       causal.
   """
 
-  # Sharding of the arrays of a paged layer; None: one device.
-  kv_sharding: NamedSharding | None
+  kind: AttentionKind
+  # Of slots, and of KV heads if it has a second axis; None: one device.
+  sharding: NamedSharding | None = None
+  # Tokens per block of a paged kernel; 0: chosen by shape.
+  kv_block: int = 0
+  # Axis of the KV heads of a paged layer.
+  heads_axis: ClassVar[int]
   # Whether several slots may read the same page of a shared prefix.
-  shares_pages: bool
+  shares_pages: ClassVar[bool]
+
+  @property
+  def kv_sharding(self) -> NamedSharding | None:
+    """Sharding of the arrays of a paged layer; None: one device."""
+    return layer_sharding(self.sharding, heads_axis=self.heads_axis)
 
 
 class Backend(NamedTuple):
@@ -162,40 +173,36 @@ def on_devices(
   return context.on_devices(function, place(like), *specs)(*arguments)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Interleaved(Kernels):
   """A backend that stores keys and values of a token next to each other.
 
   A layer is one array, [D, P, page_size, 2K, d] if paged and [N, T, 2K, d] if
-  contiguous, in which the value of each head follows its key.
+  contiguous, in which the value of each head follows its key. A subclass has
 
-  Attributes:
-    heads: KV heads on a device, padded with zeros.
-    size: head dimension, padded with zeros.
     attend_paged: (paged layer, q [S,Q,H,d], page_indices [S,N],
       positions [S,Q]) -> [S,Q,H,d], on one device.
     attend_contiguous: (contiguous layer, q [N,Q,H,d], position of the first
       query) -> [N,Q,H,d], on one device.
     check: raises if the shape and dtype of a paged layer are not supported.
-    sharding: as in `Backend`.
   """
 
-  heads: int
-  size: int
-  attend_paged: Callable[..., Array]
-  attend_contiguous: Callable[..., Array]
-  check: Callable[..., None]
-  sharding: NamedSharding | None
-  shares_pages = True
+  heads_axis, shares_pages = 3, True
 
   @property
-  def kv_sharding(self) -> NamedSharding | None:
-    return layer_sharding(self.sharding, heads_axis=3)
+  def heads(self) -> int:
+    """KV heads on a device."""
+    return self.kind.num_kv_heads // context.num_shards(self.sharding, 1)
+
+  @property
+  def padded(self) -> tuple[int, int]:
+    """KV heads on a device and head dimension, padded with zeros."""
+    return self.heads, self.kind.head_dim
 
   @property
   def _entry(self) -> tuple[int, int]:
     """Shape of a token in a layer."""
-    return 2 * self.heads * context.num_shards(self.sharding, 1), self.size
+    heads, size = self.padded
+    return 2 * heads * context.num_shards(self.sharding, 1), size
 
   def init_paged(self, shards: int, pages: int, page_size: int, dtype: Any):
     shape = shards, pages, page_size, *self._entry
@@ -208,7 +215,7 @@ class Interleaved(Kernels):
   def _write(
     self, function: Callable, layer: Array, k: Array, v: Array, *where
   ):
-    heads, size = self.heads, self.size
+    heads, size = self.padded
 
     def on_device(layer: Array, k: Array, v: Array, *where):
       missing = (0, heads - k.shape[2]), (0, 0), (0, size - k.shape[3])
@@ -249,24 +256,17 @@ def make_packed_xla(
   return PackedAttention(attend, sees_prefixes=kind.window is None)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Xla(Kernels):
   """The XLA backend, with keys [..., K, d, T] and values [..., K, T, d].
 
   With tokens last, the product of a query with its keys reads memory in order:
-  on a CPU, decode attention took half as long as with keys [..., T, d].
+  on a CPU, decode attention took half as long as with keys [..., T, d]. XLA
+  chooses the blocks.
   """
 
-  kind: AttentionKind
-  sharding: NamedSharding | None = None
-  kv_block: int = 0  # Not read: XLA chooses the blocks.
-  shares_pages = False
+  heads_axis, shares_pages = 2, False
   write_paged = staticmethod(paged_attention.write_paged)
   write_contiguous = staticmethod(attention.write_contiguous)
-
-  @property
-  def kv_sharding(self) -> NamedSharding | None:
-    return layer_sharding(self.sharding, heads_axis=2)
 
   def init_contiguous(self, *shape: Any):
     *outer, length, dtype = shape

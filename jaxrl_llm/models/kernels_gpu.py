@@ -78,102 +78,67 @@ def make_packed_attention(
   return PackedAttention(attend, sees_prefixes=kind.window is None)
 
 
-def make_pallas(
-  kind: AttentionKind, *, sharding: NamedSharding | None, kv_block: int = 0
-) -> Interleaved:
-  """Makes the attention of a sampler.
+class Pallas(Interleaved):
+  """The attention of a sampler.
 
-  Args:
-    kind: the kind of attention.
-    sharding, kv_block: as in `Backend`; a block is a partition, rounded up to a
-      power of two: by default 512 tokens, or more in sequences over 16,384.
+  A block is a partition, rounded up to a power of two: by default 512 tokens,
+  or more in sequences over 16,384.
   """
-  parts = context.num_shards(sharding, 1)
 
-  def check(shape: tuple[int, ...], _: jnp.dtype):
-    if math.prod(shape) >= _MAX_SIZE * parts * context.num_shards(sharding, 0):
+  def check(self, shape: tuple[int, ...], _: jnp.dtype) -> None:
+    ways = [context.num_shards(self.sharding, axis) for axis in (0, 1)]
+    if math.prod(shape) >= _MAX_SIZE * math.prod(ways):
       raise InputError(
         f"kernels='pallas' supports fewer than {_MAX_SIZE:,} elements in the KV"
         " cache of a layer on one GPU; reduce sampler.kv_pages"
       )
 
-  return Interleaved(
-    *(kind.num_kv_heads // parts, kind.head_dim),
-    functools.partial(_decode, window=kind.window, kv_block=kv_block),
-    functools.partial(_prefill, window=kind.window),
-    check=check,
-    sharding=sharding,
-  )
+  def attend_contiguous(self, layer: Array, q: Array, start: Array):
+    index = start + jax.lax.broadcasted_iota(jnp.int32, q.shape[:2], 1)
+    one = jnp.zeros_like(index)  # All tokens belong to one segment.
+    queries = jnp.stack([index, one, one], 1)
+    keys = jnp.zeros(layer.shape[:2], jnp.int32)
+    return flash_gpu.attend(
+      *(q, layer, layer, queries, keys), self.kind.window, interleaved=True
+    )
 
-
-def _prefill(layer: Array, q: Array, start: Array, *, window: int | None):
-  """Computes causal attention to contiguous sequences, on one device.
-
-  Args:
-    layer: [N, T, 2K, d].
-    q: [N, Q, H, d].
-    start: int32 scalar, position of the first query.
-    window: as in `attention.packed_attention`.
-  """
-  index = start + jax.lax.broadcasted_iota(jnp.int32, q.shape[:2], 1)
-  one = jnp.zeros_like(index)  # All tokens belong to one segment.
-  queries = jnp.stack([index, one, one], 1)
-  keys = jnp.zeros(layer.shape[:2], jnp.int32)
-  return flash_gpu.attend(
-    q, layer, layer, queries, keys, window, interleaved=True
-  )
-
-
-def _decode(
-  layer: Array,
-  q: Array,
-  page_indices: Array,
-  positions: Array,
-  *,
-  window: int | None,
-  kv_block: int,
-):
-  """Computes attention to the pages of each slot, on one device.
-
-  Args:
-    layer: [D, P, page_size, 2K, d].
-    q: [S, Q, H, d].
-    page_indices: int32 [S, N].
-    positions: int32 [S, Q], consecutive.
-    window: as in `attention.packed_attention`.
-    kv_block: as in `make_pallas`.
-  """
-  (slots, count, heads, size), kv_heads = q.shape, layer.shape[3] // 2
-  pages, page_size = layer.shape[1:3]
-  length, queries = page_indices.shape[1] * page_size, count * heads
-  least = pl.next_power_of_2(length) // _MAX_PARTITIONS
-  partition = max(16, pl.next_power_of_2(kv_block or max(_PARTITION, least)))
-  partitions = pl.cdiv(length, partition)
-  rows = flash_gpu.block_size(q, queries // kv_heads)
-  # Range of the tokens that a slot's queries attend to; empty without pages.
-  # Draft tokens may lie beyond the longest sequence.
-  ends = jnp.minimum(positions[:, -1] + 1, length)
-  ends = jnp.where(page_indices[:, 0] < pages, ends, 0)
-  starts = jnp.zeros_like(ends)
-  if window is not None:
-    starts = jnp.maximum(positions[:, 0] + 1 - window, 0)
-    partitions = min(partitions, pl.cdiv(window + count - 2, partition) + 1)
-  spans = jnp.stack([starts, ends], axis=1)
-  by_partition = slots, partitions, queries
-  array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-  partial = flash_gpu.pallas_call(
-    functools.partial(_decode_partition, partition, rows, window),
-    (-(-queries // kv_heads // rows), partitions, kv_heads, slots),
-    (array((*by_partition, size)), array(by_partition)),
-    (q.reshape(slots, queries, size), layer, page_indices, positions, spans),
-  )
-  out = flash_gpu.pallas_call(
-    functools.partial(_decode_merge, partition),
-    (queries, slots),
-    jax.ShapeDtypeStruct((slots, queries, size), q.dtype),
-    (*partial, spans),
-  )
-  return out.reshape(q.shape)
+  def attend_paged(
+    self, layer: Array, q: Array, page_indices: Array, positions: Array
+  ):
+    window = self.kind.window
+    (slots, count, heads, size), kv_heads = q.shape, layer.shape[3] // 2
+    pages, page_size = layer.shape[1:3]
+    length, queries = page_indices.shape[1] * page_size, count * heads
+    least = pl.next_power_of_2(length) // _MAX_PARTITIONS
+    partition = max(
+      16, pl.next_power_of_2(self.kv_block or max(_PARTITION, least))
+    )
+    partitions = pl.cdiv(length, partition)
+    rows = flash_gpu.block_size(q, queries // kv_heads)
+    # Range of the tokens that a slot's queries attend to; empty without pages.
+    # Draft tokens may lie beyond the longest sequence.
+    ends = jnp.minimum(positions[:, -1] + 1, length)
+    ends = jnp.where(page_indices[:, 0] < pages, ends, 0)
+    starts = jnp.zeros_like(ends)
+    if window is not None:
+      starts = jnp.maximum(positions[:, 0] + 1 - window, 0)
+      partitions = min(partitions, pl.cdiv(window + count - 2, partition) + 1)
+    spans = jnp.stack([starts, ends], axis=1)
+    by_partition = slots, partitions, queries
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    partial = flash_gpu.pallas_call(
+      functools.partial(_decode_partition, partition, rows, window),
+      (-(-queries // kv_heads // rows), partitions, kv_heads, slots),
+      (array((*by_partition, size)), array(by_partition)),
+      (q.reshape(slots, queries, size), layer, page_indices, positions, spans),
+    )
+    out = flash_gpu.pallas_call(
+      functools.partial(_decode_merge, partition),
+      (queries, slots),
+      jax.ShapeDtypeStruct((slots, queries, size), q.dtype),
+      (*partial, spans),
+    )
+    return out.reshape(q.shape)
 
 
 def _decode_partition(
@@ -239,4 +204,4 @@ def _decode_merge(partition: int, arrays: Refs, out_ref: Ref):
   out_ref[slot, query] = out.astype(out_ref.dtype)
 
 
-PALLAS = Backend(refusal, make_packed_attention, make_pallas)
+PALLAS = Backend(refusal, make_packed_attention, Pallas)

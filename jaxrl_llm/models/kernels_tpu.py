@@ -20,7 +20,6 @@ Reference:
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -167,121 +166,86 @@ def _skip_blocks(
   )
 
 
-def make_pallas(
-  kind: AttentionKind, *, sharding: NamedSharding | None, kv_block: int = 0
-) -> Interleaved:
-  """Makes the attention of a sampler.
+class Pallas(Interleaved):
+  """The attention of a sampler.
 
-  Args:
-    kind: the kind of attention.
-    sharding, kv_block: as in `Backend`; a block consists of whole pages with at
-      most `kv_block` tokens in total, by default 512.
+  A block consists of whole pages with at most `kv_block` tokens in total, by
+  default 512.
   """
-  parts = context.num_shards(sharding, 1)
-  heads, size = kind.num_kv_heads // parts, kind.head_dim  # On one device.
-  padded = (_padded_heads(heads), -(-size // _LANES) * _LANES)
 
-  def check(shape: tuple[int, ...], dtype: jnp.dtype):
-    if dtype.itemsize == 1 and padded[0] == 1:
+  @property
+  def padded(self) -> tuple[int, int]:
+    return _padded_heads(self.heads), -(-self.kind.head_dim // _LANES) * _LANES
+
+  def check(self, shape: tuple[int, ...], dtype: jnp.dtype) -> None:
+    if dtype.itemsize == 1 and self.padded[0] == 1:
       raise InputError(
         f"a KV cache of {dtype} needs two KV heads per device, but the model"
-        f" has {kind.num_kv_heads} on {parts} devices: lower"
+        f" has {self.kind.num_kv_heads} on"
+        f" {context.num_shards(self.sharding, 1)} devices: lower"
         " sampler.mesh.tensor"
       )
 
-  def attend(function: Callable, layer: Array, q: Array, *arguments):
+  def attend_contiguous(self, layer: Array, q: Array, start: Array):
+    # Consecutive pages of Q tokens, which divides T.
+    pages = layer.reshape(1, -1, q.shape[1], *layer.shape[2:])
+    page_indices = jnp.arange(pages.shape[1], dtype=jnp.int32)
+    positions = jnp.full((len(q), 1), start + q.shape[1] - 1)
+    page_indices = page_indices.reshape(len(q), -1)
+    return self.attend_paged(pages, q, page_indices, positions)
+
+  def attend_paged(
+    self, layer: Array, q: Array, page_indices: Array, positions: Array
+  ):
+    shape, size, window = q.shape, self.kind.head_dim, self.kind.window
+    block = self.kv_block or _KV_BLOCK
     # Query heads stay with their KV head.
-    grouped = q.reshape(*q.shape[:2], heads, -1, size)
-    for axis, block in zip((2, 4), padded):
-      grouped = context.pad(grouped, axis, block)
-    settings = {"scale": size**-0.5, "window": kind.window}
-    settings["kv_block"] = kv_block or _KV_BLOCK
-    queries = grouped.reshape(*q.shape[:2], -1, padded[1])
-    out = function(layer, queries, *arguments, **settings)
-    return out.reshape(grouped.shape)[:, :, :heads, :, :size].reshape(q.shape)
-
-  functions = _attend_paged, _attend_contiguous
-  functions = (functools.partial(attend, x) for x in functions)
-  return Interleaved(*padded, *functions, check=check, sharding=sharding)
-
-
-def _attend_contiguous(layer: Array, q: Array, start: Array, **settings):
-  """Computes attention to contiguous sequences as consecutive pages.
-
-  A page has Q tokens.
-
-  Args:
-    layer: [N, T, 2K, d]; Q divides T.
-    q: [N, Q, H, d].
-    start: int32 scalar, position of the first query.
-    **settings: further arguments of `_attend_paged`.
-  """
-  pages = layer.reshape(1, -1, q.shape[1], *layer.shape[2:])
-  page_indices = jnp.arange(pages.shape[1], dtype=jnp.int32)
-  positions = jnp.full((len(q), 1), start + q.shape[1] - 1)
-  page_indices = page_indices.reshape(len(q), -1)
-  return _attend_paged(pages, q, page_indices, positions, **settings)
-
-
-def _attend_paged(
-  layer: Array,
-  q: Array,
-  page_indices: Array,
-  positions: Array,
-  *,
-  scale: float,
-  window: int | None,
-  kv_block: int,
-):
-  """Computes attention to the pages of each slot, on one device.
-
-  Args:
-    layer: [D, P, page_size, 2K, d].
-    q: [S, Q, H, d].
-    page_indices: int32 [S, N].
-    positions: int32 [S, Q]; only the last one is read.
-    scale: factor of the scores.
-    window: as in `attention.packed_attention`.
-    kv_block: as in `make_pallas`.
-  """
-  shards, held_pages, page_size = layer.shape[:3]
-  pages = layer.reshape(-1, *layer.shape[2:])
-  count, queries = q.shape[:2]
-  # The kernel hangs on a sequence of length 0: a slot without pages reads a
-  # page of another slot, and its result is discarded.
-  held = page_indices[:, 0] < held_pages
-  lengths = jnp.where(held, positions[:, -1] + 1, queries)
-  shard = jnp.arange(count, dtype=jnp.int32) // (count // shards)
-  page_indices = jnp.minimum(page_indices, held_pages - 1)
-  page_indices += shard[:, None] * held_pages
-  if window is not None:
-    # The kernel masks tokens before the window, but would still read them.
-    first = jnp.maximum(lengths - queries + 1 - window, 0) // page_size
-    most = -(-(window + queries - 2) // page_size) + 1
-    index = jnp.arange(min(most, page_indices.shape[1]))[None] + first[:, None]
-    page_indices = jnp.take_along_axis(page_indices, index, 1, mode="clip")
-    lengths -= first * page_size
-  scale_kv = 1.0 if pages.dtype.itemsize == 1 else None  # Needed to cast.
-  out = ragged.ragged_paged_attention(
-    q.reshape(-1, *q.shape[2:]),
-    pages,
-    lengths,
-    page_indices,
-    jnp.arange(count + 1, dtype=jnp.int32) * queries,
-    jnp.array([count], jnp.int32),
-    sm_scale=scale,
-    sliding_window=window,
-    k_scale=scale_kv,
-    v_scale=scale_kv,
-    num_kv_pages_per_block=min(
-      max(kv_block // page_size, 1), page_indices.shape[1]
-    ),
-    num_queries_per_block=min(
-      _PREFILL_QUERIES if queries >= _PREFILL_QUERIES else _DECODE_QUERIES,
-      count * queries,
-    ),
-  )
-  return jnp.where(held[:, None, None, None], out.reshape(q.shape), 0)
+    grouped = q.reshape(*shape[:2], self.heads, -1, size)
+    for axis, multiple in zip((2, 4), self.padded):
+      grouped = context.pad(grouped, axis, multiple)
+    q = grouped.reshape(*shape[:2], -1, self.padded[1])
+    shards, held_pages, page_size = layer.shape[:3]
+    pages = layer.reshape(-1, *layer.shape[2:])
+    count, queries = shape[:2]
+    # The kernel hangs on a sequence of length 0: a slot without pages reads a
+    # page of another slot, and its result is discarded.
+    held = page_indices[:, 0] < held_pages
+    lengths = jnp.where(held, positions[:, -1] + 1, queries)
+    shard = jnp.arange(count, dtype=jnp.int32) // (count // shards)
+    page_indices = jnp.minimum(page_indices, held_pages - 1)
+    page_indices += shard[:, None] * held_pages
+    if window is not None:
+      # The kernel masks tokens before the window, but would still read them.
+      first = jnp.maximum(lengths - queries + 1 - window, 0) // page_size
+      most = -(-(window + queries - 2) // page_size) + 1
+      index = (
+        jnp.arange(min(most, page_indices.shape[1]))[None] + first[:, None]
+      )
+      page_indices = jnp.take_along_axis(page_indices, index, 1, mode="clip")
+      lengths -= first * page_size
+    scale_kv = 1.0 if pages.dtype.itemsize == 1 else None  # Needed to cast.
+    out = ragged.ragged_paged_attention(
+      q.reshape(-1, *q.shape[2:]),
+      pages,
+      lengths,
+      page_indices,
+      jnp.arange(count + 1, dtype=jnp.int32) * queries,
+      jnp.array([count], jnp.int32),
+      sm_scale=size**-0.5,
+      sliding_window=window,
+      k_scale=scale_kv,
+      v_scale=scale_kv,
+      num_kv_pages_per_block=min(
+        max(block // page_size, 1), page_indices.shape[1]
+      ),
+      num_queries_per_block=min(
+        _PREFILL_QUERIES if queries >= _PREFILL_QUERIES else _DECODE_QUERIES,
+        count * queries,
+      ),
+    )
+    out = jnp.where(held[:, None, None], out.reshape(*shape[:2], -1), 0)
+    out = out.reshape(grouped.shape)[:, :, : self.heads, :, :size]
+    return out.reshape(shape)
 
 
 def _padded_heads(heads: int):
@@ -289,4 +253,4 @@ def _padded_heads(heads: int):
   return next((n for n in (1, 2, 4) if n >= heads), -(-heads // 8) * 8)
 
 
-PALLAS = Backend(refusal, make_packed_attention, make_pallas)
+PALLAS = Backend(refusal, make_packed_attention, Pallas)

@@ -32,13 +32,14 @@ def test_attention(dtype, window):
   packed = (q, dtype), (k, dtype), (k, dtype), *[((2, 256), INT)] * 2
   attend = functools.partial(with_gradients, ours)
   assert _count_kernels(attend, *packed, (q, dtype)) == 3
-  prefill = functools.partial(kernels_gpu._prefill, window=window)
+  sampler = kernels_gpu.Pallas(kind)
   layer = (2, 256, 4, 64), dtype
-  assert _count_kernels(prefill, layer, (q, dtype), ((), INT)) == 1
-  decode = functools.partial(kernels_gpu._decode, window=window, kv_block=0)
+  assert (
+    _count_kernels(sampler.attend_contiguous, layer, (q, dtype), ((), INT)) == 1
+  )
   pages, q = ((1, 9, 16, 4, 64), dtype), ((3, 2, 4, 64), dtype)
   indices, positions = ((3, 80), INT), ((3, 2), INT)
-  assert _count_kernels(decode, pages, q, indices, positions) == 2
+  assert _count_kernels(sampler.attend_paged, pages, q, indices, positions) == 2
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

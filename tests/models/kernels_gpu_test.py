@@ -47,7 +47,7 @@ def _random(*shapes, dtype=np.float32):
 
 
 def _backends(kind):
-  return kernels_gpu.make_pallas(kind, sharding=None), kernels.Xla(kind)
+  return kernels_gpu.Pallas(kind, sharding=None), kernels.Xla(kind)
 
 
 class TestPackedAttention:
@@ -186,16 +186,14 @@ class TestDecode:
     )
     qkv = self._qkv(4, 2, 64, 1)
     expected = self._run(kernels.Xla(make_kind()), self._tables(), *qkv)
-    backend = kernels_gpu.make_pallas(
-      make_kind(), sharding=None, kv_block=tokens
-    )
+    backend = kernels_gpu.Pallas(make_kind(), sharding=None, kv_block=tokens)
     monkeypatch.setattr(flash_gpu, "pallas_call", spy)
     got = self._run(backend, self._tables(), *qkv)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
     assert grids[0][1] == partitions
 
   def test_other_slots_and_places_of_pages_change_no_bit(self):
-    backend = kernels_gpu.make_pallas(make_kind(), sharding=None)
+    backend = kernels_gpu.Pallas(make_kind(), sharding=None)
     qkv = self._qkv(4, 2, 64, 1)
     expected = self._run(backend, self._tables(), *qkv)
     moved = self._run(backend, self._tables(1), *qkv)
@@ -204,7 +202,7 @@ class TestDecode:
     np.testing.assert_array_equal(alone, expected[:1])
 
   def test_blocks_before_the_window_are_not_read(self):
-    backend = kernels_gpu.make_pallas(make_kind(window=20), sharding=None)
+    backend = kernels_gpu.Pallas(make_kind(window=20), sharding=None)
     q, k, v = self._qkv(4, 2, 64, 1)
     expected = self._run(backend, self._tables(), q, k, v)
     k[0, :48] = v[0, :48] = np.nan
@@ -213,7 +211,7 @@ class TestDecode:
 
   @pytest.mark.parametrize("window", [None, 20])
   def test_slots_share_the_pages_of_a_prompt(self, window):
-    backend = kernels_gpu.make_pallas(make_kind(window=window), sharding=None)
+    backend = kernels_gpu.Pallas(make_kind(window=window), sharding=None)
     q, k, v = self._qkv(4, 2, 64, 1)
     for x in (k, v):
       x[3, :32] = x[0, :32]
@@ -223,13 +221,13 @@ class TestDecode:
     np.testing.assert_array_equal(self._run(backend, tables, q, k, v), expected)
 
   def test_a_cache_of_eight_bits_is_read_as_the_numbers_it_holds(self):
-    backend = kernels_gpu.make_pallas(make_kind(), sharding=None)
+    backend = kernels_gpu.Pallas(make_kind(), sharding=None)
     table, (q, k, v) = self._tables(), self._qkv(4, 2, 64, 1)
     got = self._run(backend, table, q, k, v, dtype=jnp.float8_e4m3fn)
     k, v = (x.astype(jnp.float8_e4m3fn).astype(np.float32) for x in (k, v))
     np.testing.assert_array_equal(got, self._run(backend, table, q, k, v))
 
   def test_a_cache_beyond_32_bit_offsets_is_refused(self):
-    backend = kernels_gpu.make_pallas(make_kind(), sharding=None)
+    backend = kernels_gpu.Pallas(make_kind(), sharding=None)
     with pytest.raises(InputError, match="reduce sampler.kv_pages"):
       jax.eval_shape(lambda: backend.init_paged(1, 2**17, 64, jnp.bfloat16))

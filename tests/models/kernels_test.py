@@ -110,7 +110,7 @@ def _on_pages(backend, tables, q, k, v, dtype=None):
 
 def _both(module, run, config, *arguments, sharding=None):
   backends = (
-    module.make_pallas(config, sharding=sharding),
+    module.Pallas(config, sharding=sharding),
     kernels.Xla(config),
   )
   run = jax.jit(run, static_argnums=0)
@@ -160,15 +160,13 @@ class TestPallas:
       ),
     )
     monkeypatch.setattr(kernels_tpu.ragged, "ragged_paged_attention", plain)
-    backend = kernels_tpu.make_pallas(
-      make_kind(), sharding=None, kv_block=tokens
-    )
+    backend = kernels_tpu.Pallas(make_kind(), sharding=None, kv_block=tokens)
     _on_pages(backend, _block_tables(1), *_qkv(make_kind(), 1, LENGTHS.max()))
     assert found == [pages]
 
   @ON_TPU
   def test_pages_before_the_window_are_not_read(self, module):
-    backend = module.make_pallas(make_kind(window=4), sharding=None)
+    backend = module.Pallas(make_kind(window=4), sharding=None)
     q, k, v = map(np.array, _qkv(make_kind(), 1, LENGTHS.max()))
     tables = _block_tables(1)
     run = jax.jit(lambda *qkv: _on_pages(backend, tables, *qkv))
@@ -194,7 +192,7 @@ class TestPallas:
     )
 
   def test_eight_bit_pages_need_two_heads_on_a_device(self):
-    backend = kernels_tpu.make_pallas(make_kind(2, 1), sharding=None)
+    backend = kernels_tpu.Pallas(make_kind(2, 1), sharding=None)
     with pytest.raises(InputError, match="needs two KV heads .* has 1 on 1"):
       backend.init_paged(1, PAGES, PAGE, jnp.float8_e4m3fn)
 
