@@ -237,73 +237,64 @@ class Experts(nnx.Module):
       CHOICES: chosen.reshape(*shape, -1),
       LOAD: load,
     }
-    out, kept = _dispatch(
-      {k: Weights(*x.stored(), x.numerics) for k, x in self.experts.items()},
-      (tokens, chosen, weights, counted.reshape(-1)),
-      shape,
-      routing,
-      kind,
-    )
+    arrays = tokens, chosen, weights, counted.reshape(-1)
+    out, kept = self._dispatch(arrays, shape, routing)
     if kept is not None:
       dropped = jnp.where(counted, 1 - kept.reshape(shape), 0)
       aux["metrics/expert_dropped"] = dropped / self.layers
     return out.reshape(x.shape), aux
 
+  def _dispatch(
+    self, tokens: tuple[Array, ...], shape: tuple[int, int], routing: Routing
+  ):
+    """Applies experts to tokens on all devices.
 
-def _dispatch(
-  experts: _ByName,
-  tokens: tuple[Array, ...],
-  shape: tuple[int, int],
-  routing: Routing,
-  kind: ExpertsKind,
-):
-  """Applies experts to tokens on all devices.
+    Args:
+      tokens: arrays [B · T, ...]: tokens, chosen experts, their weights, valid.
+      shape: (B, T).
+      routing: properties of the tokens.
 
-  Args:
-    experts: `Weights` by name.
-    tokens: arrays [B · T, ...]: tokens, chosen experts, their weights, valid.
-    shape: (B, T).
-    routing: properties of the tokens.
-    kind: kind of the experts.
+    Returns:
+      [B · T, D], and the fraction of each token's choices that was kept,
+      float32 [B · T]; None if none can be dropped.
+    """
+    kind, sharding = self.kind, routing.sharding
+    experts = {
+      k: Weights(*x.stored(), x.numerics) for k, x in self.experts.items()
+    }
+    if sharding is None:
+      return _OnDevice(experts, (), kind).apply(*tokens, routing.capacity)
+    mesh, axes = sharding.mesh, expert_axes(sharding.mesh)
+    # Devices that hold the same tokens in attention take a part of them each.
+    *leading, last = (tuple(jax.tree.leaves(x)) for x in sharding.spec)
+    split = (*leading, (*last, "tensor"))
+    if len(split) == 2:
+      tokens = [x.reshape(*shape, *x.shape[1:]) for x in tokens]
+    sizes = tokens[0].shape[: len(split)]
+    ways = [math.prod(mesh.shape[axis] for axis in names) for names in split]
+    pads = [(0, -size % way) for size, way in zip(sizes, ways)]
+    # Padding chooses no expert of a group: k equal choices of a token would
+    # take the rows of other tokens.
+    fills = (0, kind.num_experts if axes else 0, 0, 0)
+    tokens = [
+      jnp.pad(x, pads + [(0, 0)] * (x.ndim - len(pads)), constant_values=fill)
+      for x, fill in zip(tokens, fills)
+    ]
 
-  Returns:
-    [B · T, D], and the fraction of each token's choices that was kept, float32
-    [B · T]; None if none can be dropped.
-  """
-  sharding = routing.sharding
-  if sharding is None:
-    return _OnDevice(experts, (), kind).apply(*tokens, routing.capacity)
-  mesh, axes = sharding.mesh, expert_axes(sharding.mesh)
-  # Devices that hold the same tokens in attention take a part of them each.
-  *leading, last = (tuple(jax.tree.leaves(x)) for x in sharding.spec)
-  split = (*leading, (*last, "tensor"))
-  if len(split) == 2:
-    tokens = [x.reshape(*shape, *x.shape[1:]) for x in tokens]
-  sizes = tokens[0].shape[: len(split)]
-  ways = [math.prod(mesh.shape[axis] for axis in names) for names in split]
-  pads = [(0, -size % way) for size, way in zip(sizes, ways)]
-  # Padding chooses no expert of a group: k equal choices of a token would take
-  # the rows of other tokens.
-  fills = (0, kind.num_experts if axes else 0, 0, 0)
-  tokens = [
-    jnp.pad(x, pads + [(0, 0)] * (x.ndim - len(pads)), constant_values=fill)
-    for x, fill in zip(tokens, fills)
-  ]
+    def on_device(experts: _ByName, *tokens):
+      flat = (x.reshape(-1, *x.shape[len(split) :]) for x in tokens)
+      found = _OnDevice(experts, axes, kind).apply(*flat, routing.capacity)
+      lead = tokens[0].shape[: len(split)]
+      return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), found)
 
-  def on_device(experts: _ByName, *tokens):
-    flat = (x.reshape(-1, *x.shape[len(split) :]) for x in tokens)
-    found = _OnDevice(experts, axes, kind).apply(*flat, routing.capacity)
-    lead = tokens[0].shape[: len(split)]
-    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), found)
-
-  found = jax.shard_map(
-    on_device,
-    mesh=mesh,
-    in_specs=(PartitionSpec(axes), *[PartitionSpec(*split)] * len(tokens)),
-    out_specs=PartitionSpec(*split),
-    check_vma=False,  # Pallas kernels do not declare it.
-  )(experts, *tokens)
-  return jax.tree.map(lambda x: x[tuple(map(slice, sizes))], found)
+    found = jax.shard_map(
+      on_device,
+      mesh=mesh,
+      in_specs=(PartitionSpec(axes), *[PartitionSpec(*split)] * len(tokens)),
+      out_specs=PartitionSpec(*split),
+      check_vma=False,  # Pallas kernels do not declare it.
+    )(experts, *tokens)
+    return jax.tree.map(lambda x: x[tuple(map(slice, sizes))], found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +308,7 @@ class _OnDevice:
   def apply(
     self, x: Array, chosen: Array, weights: Array, valid: Array, capacity: float
   ):
-    """Applies the experts; see `_dispatch`.
+    """Applies the experts; see `Experts._dispatch`.
 
     Args:
       x: [N, D].
