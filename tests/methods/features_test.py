@@ -32,13 +32,9 @@ _GDPO = {
 # Name -> config and settings. Losses, estimators and schedules are independent,
 # so each run has one of each.
 CASES = {
-  "SAO, single, windows": ("sao", _SINGLE | {"schedule.window": 5}),
-  "SAO, lag 3, calculator, adapters": (
+  "SAO, single, lag 3, calculator, windows": (
     "sao",
-    _SINGLE
-    | {"schedule.lag": 3, "optimizer.value.frozen": ()}
-    | _CALCULATOR
-    | _ADAPTERS,
+    _SINGLE | {"schedule.lag": 3, "schedule.window": 5} | _CALCULATOR,
   ),
   "MaxRL, SAPO's gate, streaming": (
     "maxrl",
@@ -75,7 +71,7 @@ CASES = {
     | _STORED,
   ),
 }
-QUICK = ("SAO, single, windows", "turns, calculator, windows")
+QUICK = ("SAO, single, lag 3, calculator, windows",)
 
 
 def right_and_short(prompt, response):
