@@ -49,10 +49,12 @@ def test_ids_without_a_token(padded, model):
 @pytest.mark.parametrize(
   "changes",
   [
-    {"loss__kl_coefficient": 0.1},
-    {"sampler__exact": True},
-    {"sampler__drafter": "quantized_copy"},
-    tiny_run.EIGHT_DEVICES,
+    {"sampler__exact": True, "loss__kl_coefficient": 0.1},
+    {
+      "sampler__drafter": "quantized_copy",
+      "sampler__num_draft_tokens": 1,
+      **tiny_run.EIGHT_DEVICES,
+    },
   ],
 )
 def test_sampler_and_trainer_agree_on_them(padded, tmp_path, changes):
