@@ -33,7 +33,6 @@ from jaxrl_llm.config.schema import (
   FIXED as FIXED,
   HELD_OUT as HELD_OUT,
   IN_FLIGHT as IN_FLIGHT,
-  KEPT as KEPT,
   KEYS as KEYS,
   NEW_PATH as NEW_PATH,
   PATH as PATH,

@@ -13,7 +13,6 @@ from jaxrl_llm.config.schema import (
   FIXED,
   HELD_OUT,
   IN_FLIGHT,
-  KEPT,
   NUMBER,
   PATH,
   SOME,
@@ -334,7 +333,7 @@ class Schedule(Group, path="schedule"):
     "Maximum number of updates between the oldest and the newest token of a"
     " batch, with 'first_groups'. Groups that would exceed it are finished"
     " before new ones start. Tokens are trained on at most schedule.lag updates"
-    " later.", KEPT)
+    " later.")
   lag: int = setting(0, Range(0, 16),
     "Updates between sampling a batch and training on it. Above 0, sampler and"
     " learner run concurrently, best on separate meshes; 0 is on-policy.",

@@ -63,8 +63,6 @@ SWITCH = "switch"
 # Cannot change while the checkpoint has unfinished responses, which need their
 # slots.
 IN_FLIGHT = "in flight"
-# Cannot change while the checkpoint has that many versions of the weights.
-KEPT = "kept"
 # Cannot change if the source has no splits: other rows would be held out.
 HELD_OUT = "held out"
 

@@ -123,6 +123,8 @@ class Algorithm:
     pruning: drops unfinished responses.
     stages: functions of a batch of complete groups, see `RolloutWorker`.
     checks: functions that refuse a complete algorithm by an InputError.
+    shaped_by: keys of the settings that shape the state of its models, which
+      cannot change on resume.
   """
 
   advantages: Part
@@ -153,6 +155,7 @@ class Algorithm:
   pruning: Pruning | None = None
   stages: tuple[Callable[..., Any], ...] = ()
   checks: tuple[Callable[["Algorithm"], None], ...] = ()
+  shaped_by: tuple[str, ...] = ()
 
   def change(self, **fields: Any) -> "Algorithm":
     """Returns the algorithm with other fields.
@@ -273,7 +276,7 @@ ALWAYS = {
 _UNIQUE = {"members", "companions", "frozen", "processors"}
 _ADDED = _UNIQUE | {
   *("inputs", "providers", "masks", "auxiliary", "metrics"),
-  *("stages", "checks"),
+  *("stages", "checks", "shaped_by"),
 }
 _MODELS, _OF_MODELS = ("policy", "critic"), {"balance"}
 # Inputs computed within an update, from the current model and packed rows.

@@ -5,6 +5,7 @@ function (algorithm, settings of the run, *, its own settings) -> algorithm;
 `make_algorithm` applies those that `method.use` names, in order.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -196,6 +197,12 @@ def importance(s: Settings, kind: str, high: float, **inputs: str) -> Part:
   return part(fn, bounds, mask="policy_mask", **inputs)
 
 
+# Fields of which a method replaces what earlier ones chose.
+_REPLACED = (
+  *("advantages", "policy_loss", "critic", "prompts"),
+  *("group_reward", "replay", "feed", "pruning"),
+)
+
 # Estimator -> (settings of a run) -> algorithm, and policy loss -> (config
 # group loss) -> part; `register` adds to them.
 ESTIMATORS: dict[str, Callable[[Settings], Algorithm]] = {
@@ -254,8 +261,18 @@ def compose(s: Settings) -> Algorithm:
   if len({*s.method.use}) < len(s.method.use):
     raise InputError(f"config.method.use={s.method.use!r}: give a method once")
   algorithm = base = ESTIMATORS[s.estimator.name](s)
+  changed_by = {}
   for name in s.method.use:
-    algorithm = apply(name, algorithm, s)
+    before, algorithm = algorithm, apply(name, algorithm, s)
+    for field in _REPLACED:
+      old, new = getattr(before, field), getattr(algorithm, field)
+      if field in changed_by and _is_lost(old, new):
+        raise InputError(
+          f"config.method.use={s.method.use!r}: {name!r} replaces the"
+          f" {field} that {changed_by[field]!r} chose; use one of them"
+        )
+      if new is not old:
+        changed_by[field] = name
   for name in INPUTS:
     changed = algorithm.inputs[name] is not base.inputs[name]
     if changed or name in algorithm.providers:
@@ -267,6 +284,13 @@ def compose(s: Settings) -> Algorithm:
     for check in algorithm.checks:
       check(algorithm)
   return algorithm
+
+
+def _is_lost(old: Any, new: Any) -> bool:
+  """Returns whether a method replaced what it was given, not built on it."""
+  if new is old or isinstance(new, Critic):
+    return False
+  return not isinstance(new, Part) or new.of is not None  # Not chained.
 
 
 def apply(name: str, algorithm: Algorithm, s: Settings) -> Algorithm:
@@ -286,7 +310,10 @@ def apply(name: str, algorithm: Algorithm, s: Settings) -> Algorithm:
       f"config.method.{name}: no setting {min(unknown)!r}; choose from"
       f" {', '.join([*known][2:]) or 'none'}"
     )
-  with located(what):
+  guard, code = contextlib.nullcontext(), getattr(fn, "__code__", None)
+  if code and (name in METHODS or ":" in name):
+    guard = plugin.user_code(code.co_filename)
+  with located(what), guard:
     made = fn(algorithm, s, **settings)
   if not isinstance(made, Algorithm):
     raise InputError(

@@ -152,4 +152,5 @@ def kept_weights(
       "writer_logprobs", writer_logprobs, "policy", "kept", "old_logprobs"
     ),
     checks=(check,),
+    shaped_by=("schedule.max_staleness",),
   )

@@ -166,10 +166,9 @@ class Workdir:
       return {}
     changes = reading.differences(reading.read_config(self.path), config)
     moved, fixed = set(), {config_lib.FIXED}
+    shaping = core.compose(config).shaped_by
     if config.schedule.window or config.schedule.stop != "all":
       fixed.add(config_lib.IN_FLIGHT)
-    if core.compose(config).companions:
-      fixed.add(config_lib.KEPT)
     if "split" not in sources.reads(config.data.source):
       fixed.add(config_lib.HELD_OUT)
     refused, base = {}, base_models.model_path(config)
@@ -184,7 +183,7 @@ class Workdir:
         continue
       resume = config_lib.KEYS[key].resume
       switched = resume == config_lib.SWITCH and bool(old) != bool(new)
-      if resume in fixed or switched:
+      if resume in fixed or switched or key in shaping:
         refused[key] = [old, new]
     if refused:
       lines = "; ".join(reading.describe(refused))

@@ -188,3 +188,11 @@ class TestState:
       InputError, match="on resume: config.schedule.max_staleness"
     ):
       Workdir(tmp_path).changes(config)
+
+  def test_an_average_has_one_size(self, model, tmp_path):
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "1" / "COMMIT").touch()
+    config = tiny_run.make_config(model, **MIXED, method__use=("ppo_ewma",))
+    Workdir(tmp_path).begin(config)
+    config.schedule.max_staleness += 1
+    assert set(Workdir(tmp_path).changes(config)) == {"schedule.max_staleness"}

@@ -249,12 +249,42 @@ class TestRefusals:
         "def own(algorithm, s):\n  raise ValueError('use a lag')",
         "config.method.use=.*:own.*: use a lag",
       ),
+      (
+        "def own(algorithm, s):\n  return algorithm.change(mask=())",
+        "own.*, line 2: TypeError: .*'mask'",
+      ),
     ],
   )
   def test_a_function_that_is_no_method(self, model, tmp_path, text, said):
     name = f"own_wrong_{np.frombuffer(text.encode(), np.uint8).sum()}"
     file = write(tmp_path, name, text)
     self.refused(model, said, method__use=(f"{file}:own",))
+
+  @pytest.mark.parametrize(
+    ("use", "field"),
+    [
+      (("gspo", "cispo"), "policy_loss"),
+      (("evpo", "hapo"), "advantages"),  # The second builds on nothing.
+      (("hl_gauss", "reinforce_pp"), "critic"),
+      (("dars", "dps"), "prompts"),
+    ],
+  )
+  def test_a_method_that_undoes_an_earlier_one(self, model, use, field):
+    said = f"{use[1]!r} replaces the {field} that {use[0]!r} chose; use one"
+    base = "group" if field in ("prompts", "policy_loss") else "gae"
+    self.refused(model, said, method__use=use, estimator__name=base)
+
+  @pytest.mark.parametrize(
+    ("base", "use"),
+    [
+      ("group", ("poise", "xrpo")),
+      ("group", ("gspo", "poise")),
+      ("gae", ("hl_gauss", "asyppo")),
+    ],
+  )
+  def test_methods_that_build_on_each_other(self, model, base, use):
+    config = make_config(model, method__use=use, estimator__name=base)
+    assert make_algorithm(config)
 
   def test_a_file_that_there_is_not(self, model, tmp_path):
     file = tmp_path / "own_nowhere.py"
