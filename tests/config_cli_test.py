@@ -74,7 +74,7 @@ class TestCommandLine:
 
   @pytest.mark.parametrize("more", [[], ["--dry_run"]])
   @pytest.mark.parametrize(
-    "given", ["value.lora_rank=8", "value.pretrain_min_delta=0.5"]
+    "given", ["value.lora_rank=8", "optimizer.value.learning_rate=0.5"]
   )
   def test_a_critic_that_the_method_does_not_have(self, given, more, tmp_path):
     key, value = given.split("=")
