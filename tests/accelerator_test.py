@@ -173,18 +173,6 @@ def test_training_that_fails_or_has_no_time_says_so():
     accelerator.train(["--config=configs/grpo.py"], 0.1)
 
 
-@pytest.mark.parametrize(
-  "flags, problem",
-  [
-    (["--parts=decode,x"], "--parts: 'x' must be one of device, decode"),
-    (["--parts=gsm8k"], "--parts=gsm8k needs --model and --data"),
-    (["--seconds=0"], "--seconds=0.0 must be at least 1"),
-  ],
-)
-def test_bad_flags_are_one_line(flags, problem):
-  assert problem in programs.refused(accelerator.main, *flags)
-
-
 def test_as_many_layers_as_fit_and_at_least_one(monkeypatch):
   whole = MODELS["qwen2.5-7b"]
   memory = lambda gib: monkeypatch.setattr(

@@ -11,7 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import registries, tiny_run
+from helpers import cases, registries, tiny_run
 
 import jaxrl_llm
 from jaxrl_llm import base_models, metrics, models, register
@@ -19,6 +19,8 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import policy_evaluation
 from jaxrl_llm.trainer.validation import validate
+
+_CASES = cases.load("api")
 
 STEPS = 2
 
@@ -116,19 +118,7 @@ class TestGenerate:
     assert any(text.endswith(("1", "2")) for text in texts)
     assert not any(set(text[:-1]) & {"1", "2"} for text in texts)
 
-  @pytest.mark.parametrize(
-    ("prompts", "how", "message"),
-    [
-      ([""], {}, "prompt 1"),
-      (["3+5?"], {"max_new_tokens": 600}, "prompt 1: .* context"),
-      ([[{"role": "user", "content": "3+5?"}]], {}, "prompt 1: .*template"),
-      ([], {}, "prompts"),
-      # The number of a sample would be another prompt's.
-      (["3+5?"], {"samples": 1025}, r"samples=1025, .* in \[1, 1024\]"),
-      (["3+5?"], {"samples": 0}, "samples=0, "),
-      (["3+5?"], {"max_tokens": 9}, "no 'max_tokens'; it has temperature, "),
-    ],
-  )
+  @cases.table("prompts, how, message", _CASES["refusals"])
   def test_refusals(self, prompts, how, message):
     with pytest.raises(ValueError, match=message):
       jaxrl_llm.load().generate(prompts, **how)

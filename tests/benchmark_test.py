@@ -1,7 +1,6 @@
 """Tests of scripts/benchmark.py and scripts/benchmarks."""
 
 import json
-import math
 import sys
 
 import benchmark
@@ -9,105 +8,25 @@ import numpy as np
 import pytest
 import reference
 from benchmarks import peers, summary, workloads
-from helpers import programs
+from helpers import cases
 
 from jaxrl_llm.errors import InputError
 
-_TUNIX = {
-  "library": "google-tunix",
-  "shape": "smollm135m",
-  "sampler": {"tokens_per_s": 100.0, "best_tokens_per_s": 120.0},
-  "grpo": {"step_s": 4.0, "rollout_s": 3.0, "update_s": 1.0},
-  "peak_rss_gb": 2.5,
-}
-_TRL = {
-  "versions": {"trl": "1"},
-  "results": {
-    "tiny": {"trl": {"generate_tokens_per_s": 1.0}},
-    "smollm2": {
-      "trl": {
-        "generate_s": 7.0,
-        "generate_tokens_per_s": 200.0,
-        "generate_best_tokens_per_s": 220.0,
-        "fwd_bwd_tokens_per_s": 380.0,
-        "grpo_step_s": 8.0,
-        "grpo_generation_s": 5.0,
-        "grpo_train_s": 2.0,
-        "grpo_all_step_s": [8.0, 9.0],
-        "peak_rss_mib": 2048.0,
-      }
-    },
-  },
-}
+_CASES = cases.load("benchmark")
 
 
-@pytest.mark.parametrize(
-  ("text", "found"),
-  [
-    ('loading\n{"a": 1}\n{\'loss\': 0.1}\n{"b": 2}\n', {"b": 2}),
-    # An object over several lines: the outermost one counts.
-    ("{'loss': 0.1}\n" + json.dumps(_TRL, indent=1) + "\nbye\n", _TRL),
-    # A truncated object is skipped for the one before.
-    ('{"a": 1}\n{\n "b": {\n  "c": 1\n }\n', {"a": 1}),
-    ('{"a": 1} seconds\n', None),  # Followed by other text.
-    *((text, None) for text in ("", "\n", "[1]\n", "{\n", 'x {"a": 1}')),
-  ],
-)
+@cases.table("text, found", _CASES["last_json_object"])
 def test_last_json_object(text, found):
   assert peers.last_json_object(text) == found
 
 
-# Records of CPU seconds, and without any structure.
-_CPU = {
-  "sampler": {"cpu_s": [3.0, 1.0, 2.0]},
-  "grpo": {"cpu_s": [9.0, 4.0, 5.0]},
-}
-_FLAT = {"tokens_per_s": 5, "step_s": 2.0, "update_s": 1.0, "note": "x"}
-
-
 class TestReadNumbers:
-  @pytest.mark.parametrize(
-    ("record", "part", "shape", "numbers"),
-    [
-      (
-        *(_TUNIX, "sampler", "smollm2-135m"),
-        {"tokens_per_s": 100.0, "best_tokens_per_s": 120.0},
-      ),
-      (
-        *(_TUNIX, "train_step", "smollm2-135m"),
-        {"step_s": 4.0, "generate_s": 3.0, "update_s": 1.0}
-        | {"peak_rss_gib": 2.5},
-      ),
-      # The median of all but the first.
-      (_CPU, "sampler", "tiny", {"cpu_s": 2.0}),
-      (_CPU, "train_step", "tiny", {"step_cpu_s": 5.0}),
-      (
-        *(_TRL, "train_step", "smollm2-135m"),
-        # The time of its step, not of its other measurement.
-        {"step_s": 8.0, "generate_s": 5.0, "update_s": 2.0}
-        | {"update_tokens_per_s": 380.0, "peak_rss_gib": 2.0},
-      ),
-      (_TRL, "sampler", "tiny", {"tokens_per_s": 1.0}),
-      (_FLAT, "sampler", "tiny", {"tokens_per_s": 5.0}),
-      (_FLAT, "train_step", "tiny", {"step_s": 2.0, "update_s": 1.0}),
-    ],
-  )
-  def test_of_every_library(self, record, part, shape, numbers):
+  @cases.table("name, part, shape, numbers", _CASES["numbers"])
+  def test_of_every_library(self, name, part, shape, numbers):
+    record = _CASES["records"][name]
     assert peers.read_numbers(record, part=part, shape=shape) == numbers
 
-  @pytest.mark.parametrize(
-    "record, message",
-    [
-      ({"tokens": 1}, "none of tokens_per_s"),
-      ({"tokens_per_s": 0}, "tokens_per_s is 0"),
-      ({"tokens_per_s": math.nan}, "not a positive number"),
-      ({"tokens_per_s": "1"}, "not a positive number"),
-      ({"cpu_s": []}, "not a positive number"),
-      ({"cpu_s": [1.0, 0.0]}, "not a positive number"),
-      ({"shape": "smollm135m", "tokens_per_s": 1}, "measured shape"),
-      ({"results": {"smollm2": {}}}, "measured .'smollm2'."),
-    ],
-  )
+  @cases.table("record, message", _CASES["refused"])
   def test_refused(self, record, message):
     with pytest.raises(InputError, match=message):
       peers.read_numbers(record, part="sampler", shape="tiny")
@@ -173,20 +92,6 @@ def measured(capsys, *flags):
 
 
 class TestScript:
-  @pytest.mark.parametrize(
-    "arguments, message",
-    [
-      (["sampler", "--batch=0"], "--batch=0 must be at least 1"),
-      (["train_step", "--batch=6"], "--batch=6 must be a multiple of"),
-      (["train_step", "--max_tokens_per_row=9"], "_per_row=9 must fit"),
-      (["sampler", "--peer=x"], "--peer='x' must be NAME=COMMAND"),
-      (["sampler", "--peer=ours=x"], "with a name other than 'ours'"),
-      (["sampler", "--peer=a=x", "--peer=a=y"], "two peers are named 'a'"),
-    ],
-  )
-  def test_bad_input_is_one_line(self, arguments, message):
-    assert message in programs.refused(benchmark.main, *arguments)
-
   def test_estimators_end_in_one_json_object(self, capsys):
     flags = "--rows=4", "--length=70", "--repeats=2"
     record = measured(capsys, "estimators", *flags)

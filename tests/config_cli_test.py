@@ -7,7 +7,7 @@ import re
 import shutil
 
 import pytest
-from helpers import configs, programs, tiny_run
+from helpers import cases, configs, programs, tiny_run
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.config import presets
@@ -15,8 +15,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build
 from jaxrl_llm.trainer.validation import validate
 
-ROOT = pathlib.Path(__file__).parents[1]
-VAPO = "--config=configs/vapo.py"
+_CASES = cases.load("refusals")
 
 
 def assert_refused(arguments, *parts):
@@ -27,99 +26,20 @@ def assert_refused(arguments, *parts):
     assert part in line
 
 
-class TestCommandLine:
-  @pytest.fixture(autouse=True)
-  def _here(self, monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-  @pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-      ([VAPO, "--config.run.stepz=3"], ["run.stepz", "mean run.steps?"]),
-      (["--config.run.stepz=3"], ["run.stepz", "mean run.steps?"]),
-      ([VAPO, "--num_processes=2"], ["=2 without --coordinator"]),
-      (
-        [VAPO, "--config.data.settings.digits=3"],
-        ["--config.data.settings=\"{'NAME': VALUE}\""],
-      ),
-      ([VAPO, "--config.run.steps=abc"], ["--config.run.steps=abc"]),
-      ([VAPO, "--config.run.steps=2.5"], ["--config.run.steps=2.5"]),
-      ([VAPO, "--config.loss.dual_clip=x"], ["--config.loss.dual_clip=x"]),
-      ([VAPO, "--config.run=3"], ["--config.run=3"]),
-      ([VAPO, "--wrkdir=x"], ["wrkdir"]),
-      ([VAPO, "run"], ["'run' is not a flag"]),
-      ([VAPO + ":nope"], ["preset 'nope' is unknown", "smollm2"]),
-      (["--config=vapo:nope"], ["error: preset 'nope' is unknown"]),
-      (["--config", "vapo:nope"], ["error: preset 'nope' is unknown"]),
-      (["--config=configs/nope.py"], ["'configs/nope.py'", "give a file"]),
-      ([], ["give --config=METHOD[:PRESET], see --help"]),
-      (["--config=configs/ppo2.py"], ["configs/ppo2.py", "ppo_ewma, reinf"]),
-      (
-        ["--config=vappo"],
-        ["'vappo' is unknown", "one of adhint", "vapo, vc_"],
-      ),
-      ([VAPO, "--config.run.steps=four"], ["=four: give a whole number"]),
-      ([VAPO, "--config.loss.clip_low=low"], ["=low: give a number"]),
-      ([VAPO, "--config.loss.clip_low=2.0"], ["=2.0 must be in [0, 1]"]),
-      ([VAPO, "--config.checkpoint.keep=-1"], ["=-1 must be at least 2"]),
-      ([VAPO, "--config.loss.dual_clip=1.0"], ["=1.0 must be above 1"]),
-      ([VAPO, "--config.run.seed=-1"], ["=-1 must be in [0, 2147483647]"]),
-      ([VAPO, "--config.run.steps=" + "9" * 20], ["in [0, 2147483647]"]),
-      ([VAPO, "--config.estimator.alpha=0.0"], ["must be at least 1e-06"]),
-      ([VAPO, "--workdir="], ["--workdir= is empty; give a folder"]),
-    ],
-  )
-  def test_is_refused_at_once(self, arguments, parts):
-    assert_refused(arguments, *parts)
-
-  @pytest.mark.parametrize("more", [[], ["--dry_run"]])
-  @pytest.mark.parametrize(
-    "given", ["value.lora_rank=8", "optimizer.value.learning_rate=0.5"]
-  )
-  def test_a_critic_that_the_method_does_not_have(self, given, more, tmp_path):
-    key, value = given.split("=")
-    flags = ["--config=grpo", f"--config.{given}", f"--workdir={tmp_path}/run"]
-    said = f"config.{key}={value}: grpo has no critic that would read it"
-    assert_refused([*flags, *more], said)
-    assert not (tmp_path / "run" / "config.json").exists()
-
-  def test_a_jsonl_line(self, model, tmp_path):
-    file = tmp_path / "data.jsonl"
-    file.write_text('{"question": "1+1?", "answer": "2"}\n{"question": \n')
-    changes = {"data__source": "jsonl", "data__path": file}
-    flags = tiny_run.flags(model, tmp_path / "run", **changes)
-    flags += ["--config.data.settings={}"]
-    assert_refused(flags, f"{file}:2: not JSON")
-    assert not (tmp_path / "run").exists()
+def test_a_jsonl_line(model, tmp_path):
+  file = tmp_path / "data.jsonl"
+  file.write_text('{"question": "1+1?", "answer": "2"}\n{"question": \n')
+  changes = {"data__source": "jsonl", "data__path": file}
+  flags = tiny_run.flags(model, tmp_path / "run", **changes)
+  flags += ["--config.data.settings={}"]
+  assert_refused(flags, f"{file}:2: not JSON")
+  assert not (tmp_path / "run").exists()
 
 
 class TestMethodFiles:
   """Every error in a user's method file names the file, and the line."""
 
-  @pytest.mark.parametrize(
-    ("body", "where", "why"),
-    [
-      ("x = config", "", "get_config returned None; give a config made by"),
-      ("return {'a': 1}", "", "get_config returned {'a': 1}; give a config"),
-      ("1 / 0", 5, "ZeroDivisionError: division by zero"),
-      ("import nopackage", 5, "ModuleNotFoundError: No module named 'nopac"),
-      ("config.run.stepz = 3", 5, "'stepz' is no key; did you mean run.steps?"),
-      ("config.run['stepz'] = 3", 5, "no key; did you mean run.steps?"),
-      ("print(config.run.stepz)", 5, "no key; did you mean run.steps?"),
-      ("config.num_generations = 3", 5, "is data.group_size here"),
-      ("lib.update(config, {'run.stepz': 3})", 5, "mean run.steps?"),
-      ("print(config['run']['stepz'])", 5, "no key; did you mean run.steps?"),
-      ("print({}['a'])", 5, "KeyError: 'a'"),
-      ("print(None.a)", 5, "AttributeError: 'NoneType' object has no attr"),
-      ("return config.schedule.nothing", 5, "'nothing' is no key"),
-      ("config.schedule = None; return config", "", "a config without sched"),
-      ("config.run.steps = 'x'", 5, "TypeError: Could not override field"),
-      ("raise SystemExit(3)", 5, "SystemExit: 3"),
-      ("return ][", 5, "SyntaxError: unmatched ']'"),
-      ("return lib.scaled('nope')", 5, "preset 'nope' is unknown; choose"),
-      ("raise KeyError", 5, "KeyError:"),
-    ],
-  )
+  @cases.table("body, where, why", _CASES["files"])
   def test_errors_name_the_line(self, body, where, why, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
@@ -164,44 +84,10 @@ def write_lines(path, *records):
   return path
 
 
-# Settings and parts of the error message.
-REFUSED = """\
-optimizer.value.mini_batch=10 | value.mini_batch=10 with \
-  config.optimizer.value.updates_per_step=1 | must divide the batch of 32
-estimator.name=group value.pretrain_steps=0 optimizer.policy.mini_batch=10 | \
-  optimizer.policy.mini_batch=10 with | =1: must divide the batch
-optimizer.policy.updates_per_step=4 | mini_batch=16 with \
-  config.optimizer.policy.updates_per_step=4 | use mini_batch=0 or \
-  updates_per_step=1
-optimizer.value.mini_batch=0 optimizer.value.updates_per_step=5 | \
-  value.mini_batch=0 with config.optimizer.value.updates_per_step=5 | \
-  must divide the batch of 32
-mesh.data=16 | mesh data=16 x fsdp=1 x context=1 x tensor=1 needs 16 devices \
-  | are 8
-mesh.data=4 | optimizer.policy.micro_batch_size=2 must be a multiple of | = 4
-data.source=jsonl | source 'jsonl' needs data.path
-data.source=jsonl data.path=x data.split=test | config.data.split='test' | \
-  'jsonl' | has no splits | eval.path
-data.path=x.jsonl | config.data.path='x.jsonl' with config.data.source= | \
-  reads no files; set data.source='jsonl'
-reward.path=score.py | config.reward.path='score.py' with config.reward.name= \
-  | only verl and trl
-environment.settings={'a':1} | config.environment.settings={'a': 1} with | \
-  there is no environment
-sampler.slots=2 | sampler.slots=2 | must hold at least one group
-reward.correct=-1.0 | reward.correct=-1.0 with config.reward.incorrect=-1.0: \
-  a correct
-sampler.max_response_length=60 | max_response_length = 72 exceeds the \
-  model's context of 64
-data.settings={'digits':2} | config.data.settings | digits
-sampler.stop=('12',) | sampler.stop has '12' | 2 tokens
-"""
-
-
 class TestSettings:
-  @pytest.mark.parametrize("row", REFUSED.splitlines())
+  @cases.table("row", _CASES["runs"])
   def test_are_refused(self, model, row):
-    settings, *parts = re.split(r"\s*\|\s*", re.sub(r"\s+", " ", row))
+    settings, *parts = row
     changes = {
       key.replace(".", "__"): configs.value(text)
       for key, _, text in (word.partition("=") for word in settings.split())

@@ -5,12 +5,15 @@ import sys
 
 import pytest
 from absl import flags
+from helpers import cases
 from ml_collections import ConfigDict, config_flags
 
 import jaxrl_llm
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer.validation import validate
+
+_CASES = cases.load("config")
 
 
 class TestMethod:
@@ -38,19 +41,7 @@ class TestMethod:
     config = config_lib.method("ppo", **settings)
     assert {k: config_lib.get(config, k) for k in settings} == settings
 
-  @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-      (("gropo", "", {}), "method 'gropo' is unknown; .*one of adhint, areal"),
-      (("grpo", "gsm9k", {}), "preset 'gsm9k' is unknown; choose"),
-      (("grpo", "", {"run.stepz": 1}), "run.stepz: no such key; did you mean"),
-      (("grpo", "", {"num_generations": 4}), "is data.group_size here"),
-      (
-        ("grpo", "", {"run.steps": "1"}),
-        "config.run.steps='1'.*of the right type",
-      ),
-    ],
-  )
+  @cases.table("arguments, message", _CASES["errors_are_one_line"])
   def test_errors_are_one_line(self, arguments, message):
     name, preset, settings = arguments
     with pytest.raises(InputError, match=message):

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import pickle
+import re
 import shutil
 import sys
 
@@ -246,26 +247,21 @@ _QWEN3 = models.ModelConfig(
   **vars(tiny_run.model_config())
   | {"family": "qwen3", "tie_word_embeddings": False}
 )
+_MISTRAL = models.ModelConfig(**vars(_QWEN3) | {"family": "mistral"})
 _TUNIX = {
   "embedder/input_embedding": (19, 32),
   "final_norm/w": (32,),
   "lm_head/w": (32, 19),
 } | {
-  f"layers/{i}/{path}": shape
+  f"layers/{i}/{path}": tuple(map(int, shape.split("x")))
   for i in range(2)
-  for path, shape in {
-    "attn/k_norm/w": (8,),
-    "attn/k_proj/w": (32, 2, 8),
-    "attn/o_proj/w": (4, 8, 32),
-    "attn/q_norm/w": (8,),
-    "attn/q_proj/w": (32, 4, 8),
-    "attn/v_proj/w": (32, 2, 8),
-    "input_layernorm/w": (32,),
-    "mlp/down_proj/kernel": (48, 32),
-    "mlp/gate_proj/kernel": (32, 48),
-    "mlp/up_proj/kernel": (32, 48),
-    "post_attention_layernorm/w": (32,),
-  }.items()
+  for path, _, shape in (
+    row.partition("=")
+    for row in """attn/k_norm/w=8 attn/k_proj/w=32x2x8 attn/o_proj/w=4x8x32
+attn/q_norm/w=8 attn/q_proj/w=32x4x8 attn/v_proj/w=32x2x8 input_layernorm/w=32
+mlp/down_proj/kernel=48x32 mlp/gate_proj/kernel=32x48 mlp/up_proj/kernel=32x48
+post_attention_layernorm/w=32""".split()
+  )
 }
 
 
@@ -303,24 +299,19 @@ class TestTunix:
       layer = jax.tree.map(lambda x: np.asarray(x[1]), tree["layers"])
       q = own("layers/1/attn/q_proj/w")  # [D, heads, head_dim]
       o = own("layers/1/attn/o_proj/w")  # [heads, head_dim, D]
+      ours = layer["attention"]
       for head in range(4):
         columns = slice(8 * head, 8 * head + 8)
-        ours = layer["attention"]
-        np.testing.assert_array_equal(
-          ours["q"]["kernel"][:, columns], q[:, head]
-        )
+        found_q = ours["q"]["kernel"][:, columns]
+        np.testing.assert_array_equal(found_q, q[:, head])
         np.testing.assert_array_equal(ours["o"]["kernel"][columns], o[head])
-      np.testing.assert_array_equal(
-        layer["mlp"]["down"]["kernel"], own("layers/1/mlp/down_proj/kernel")
-      )
-      np.testing.assert_array_equal(
-        layer["post_norm"]["scale"],
-        own("layers/1/post_attention_layernorm/w"),
-      )
-      np.testing.assert_array_equal(tree["lm_head"]["kernel"], own("lm_head/w"))
-      np.testing.assert_array_equal(
-        tree["embed"]["embedding"], own("embedder/input_embedding")
-      )
+      for ours, name in (
+        (layer["mlp"]["down"]["kernel"], "layers/1/mlp/down_proj/kernel"),
+        (layer["post_norm"]["scale"], "layers/1/post_attention_layernorm/w"),
+        (tree["lm_head"]["kernel"], "lm_head/w"),
+        (tree["embed"]["embedding"], "embedder/input_embedding"),
+      ):
+        np.testing.assert_array_equal(ours, own(name))
 
   def test_writes_what_it_reads(self, tmp_path):
     params, state = write_tunix(tmp_path / "5")
@@ -337,46 +328,29 @@ class TestTunix:
         np.testing.assert_array_equal(flat[key], array, err_msg=key)
         assert flat[key].dtype == array.dtype
 
-  @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+  def test_another_model_is_refused(self, tmp_path):
+    q, up = "layers/0/attn/q_proj/w", "layers/1/mlp/up_proj/kernel"
+    for number, (changes, said) in enumerate(
       (
-        {"layers/0/attn/q_proj/w": (32, 8, 4)},
-        "q_proj.w has (32, 8, 4), not (32, 4, 8)",
-      ),
-      (
-        {"layers/1/mlp/up_proj/kernel": None},
-        "up_proj.kernel has (0,), not (32, 48)",
-      ),
-      ({"layers/0/attn/q_proj/w_lora_a": (32, 2)}, "w_lora_a' is unexpected"),
-    ],
-  )
-  def test_another_model_is_refused(self, tmp_path, changes, said):
-    write_tunix(tmp_path / "5", **changes)
-    with pytest.raises(InputError) as error:
-      foreign.read(tmp_path / "5", _QWEN3)
-    assert said in str(error.value)
-
-  def test_the_folder_of_all_steps_is_refused(self, tmp_path):
-    write_tunix(tmp_path / "5")
-    with pytest.raises(InputError, match="for tunix, the folder of a step"):
-      foreign.read(tmp_path, _QWEN3)
-
-  @pytest.mark.parametrize(
-    ("config", "outputs"),
-    [
-      (_QWEN3, 1),
-      (models.ModelConfig(**vars(_QWEN3) | {"family": "mistral"}), None),
-    ],
-  )
-  def test_other_families_and_critics_are_refused(
-    self, tmp_path, config, outputs
-  ):
-    write_tunix(tmp_path / "5")
-    with pytest.raises(
-      InputError, match="Tunix has policies of Llama and Qwen"
+        ({q: (32, 8, 4)}, "q_proj.w has (32, 8, 4), not (32, 4, 8)"),
+        ({up: None}, "up_proj.kernel has (0,), not (32, 48)"),
+        ({f"{q}_lora_a": (32, 2)}, "w_lora_a' is unexpected"),
+      )
     ):
-      foreign.read(tmp_path / "5", config, outputs)
+      write_tunix(tmp_path / str(number), **changes)
+      with pytest.raises(InputError, match=re.escape(said)):
+        foreign.read(tmp_path / str(number), _QWEN3)
+
+  def test_other_folders_families_and_critics_are_refused(self, tmp_path):
+    write_tunix(tmp_path / "5")
+    families = "Tunix has policies of Llama and Qwen"
+    for folder, config, outputs, said in (
+      (tmp_path, _QWEN3, None, "for tunix, the folder of a step"),
+      (tmp_path / "5", _QWEN3, 1, families),
+      (tmp_path / "5", _MISTRAL, None, families),
+    ):
+      with pytest.raises(InputError, match=said):
+        foreign.read(folder, config, outputs)
 
 
 class _Evil:
@@ -390,21 +364,20 @@ class _Evil:
 
 
 class TestNothingIsExecuted:
-  @pytest.mark.parametrize("file", ["trl/optimizer.pt", "dcp/__0_0.distcp"])
-  def test_a_file_of_torch(self, folders, begun, file):
-    canary = folders / "canary"
-    torch.save({"state": _Evil(canary)}, folders / file)
-    line = refused_take(begun, (folders / file).parent)
-    assert "cannot be read as a training state" in line
-    assert not canary.exists()
-
-  def test_metadata(self, folders, begun):
+  def test_a_file_of_torch_or_its_metadata(self, folders, begun):
     canary, file = folders / "canary", folders / "dcp" / ".metadata"
+    shutil.copy(file, folders / "whole")
     metadata = pickle.loads(file.read_bytes())
     metadata.planner_data = _Evil(canary)
     file.write_bytes(pickle.dumps(metadata))
     line = refused_take(begun, file.parent)
     assert "names posix.system: do not trust it" in line
+    for name in ("trl/optimizer.pt", "dcp/__0_0.distcp"):
+      torch.save({"state": _Evil(canary)}, folders / name)
+      if name[:3] == "dcp":
+        shutil.copy(folders / "whole", file)
+      line = refused_take(begun, (folders / name).parent)
+      assert "cannot be read as a training state" in line
     assert not canary.exists()
 
   def test_functions_of_torch_in_metadata_are_not_called(
@@ -435,15 +408,17 @@ class TestNothingIsExecuted:
 
 
 class TestRefusals:
-  def test_a_run_that_has_trained(self, trained, tmp_path):
-    line = refused_take(trained, tmp_path)
+  def test_runs_that_cannot_take_it(self, model, trained, exported, begun):
+    line = refused_take(trained, exported / "dcp")
     assert "has steps; create a run with --config.run" in line
-
-  def test_a_run_that_trains_now(self, exported, begun):
     with (begun / "lock").open("a") as lock:
       fcntl.flock(lock, fcntl.LOCK_EX)
       assert "is being trained" in refused_take(begun, exported / "dcp")
     assert items(begun, 0)["count"] == 0
+    run = make_run(model, run__steps=0, method__use=("ppo_ewma",))
+    loop.train(run, begun.parent / "ewma")
+    line = refused_take(begun.parent / "ewma", exported / "dcp")
+    assert "has learner.ema, which depends on the policy" in line
 
   def test_missing_torch(self, exported, begun, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -454,29 +429,22 @@ class TestRefusals:
       line = refused(*flags)
       assert "torch" in line and "pip install -e '.[parity]'" in line
 
-  @pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-      (lambda made: made.pop("exp_avg_sq"), "trl/exp_avg_sq: tensor"),
-      (
-        lambda made: made.update(state1=made.pop("exp_avg")),
-        ".state1' is unexpected",
-      ),
-      (
-        lambda made: made.update(max_exp_avg_sq=made["exp_avg"]),
-        "max_exp_avg_sq' is unexpected",
-      ),
-      (lambda made: made["step"].add_(1), "several update counts, [4, 5]"),
-      (lambda made: made["exp_avg"].fill_(torch.nan), "are not finite"),
-      (lambda made: made.update(exp_avg=torch.zeros(3)), "has shape [3]"),
-    ],
-  )
-  def test_other_states(self, folders, begun, damage, said):
+  def test_other_states(self, folders, begun):
     file = folders / "trl/optimizer.pt"
-    saved = torch.load(file)
-    damage(saved["state"][1])
-    torch.save(saved, file)
-    assert said in refused_take(begun, file.parent)
+    whole = file.read_bytes()
+    for damage, said in (
+      (lambda x: x.pop("exp_avg_sq"), "trl/exp_avg_sq: tensor"),
+      (lambda x: x.update(a=x.pop("exp_avg")), ".a' is unexpected"),
+      (lambda x: x.update(b=x["exp_avg"]), ".b' is unexpected"),
+      (lambda x: x["step"].add_(1), "several update counts, [4, 5]"),
+      (lambda x: x["exp_avg"].fill_(torch.nan), "are not finite"),
+      (lambda x: x.update(exp_avg=torch.zeros(3)), "has shape [3]"),
+    ):
+      file.write_bytes(whole)
+      saved = torch.load(file)
+      damage(saved["state"][1])
+      torch.save(saved, file)
+      assert said in refused_take(begun, file.parent)
     assert items(begun, 0)["count"] == 0
 
   def test_another_model(self, folders, begun):
@@ -493,12 +461,6 @@ class TestRefusals:
     (tmp_path / "note").touch()
     flags = f"--checkpoint={trained}", f"--out={tmp_path}", "--form=dcp"
     assert "has files; choose another directory" in refused(*flags)
-
-  def test_what_follows_the_weights(self, model, exported, tmp_path):
-    run, settings = tmp_path / "ewma", {"method__use": ("ppo_ewma",)}
-    loop.train(make_run(model, run__steps=0, **settings), run)
-    line = refused_take(run, exported / "dcp")
-    assert "has learner.ema, which depends on the policy" in line
 
   @pytest.mark.parametrize(
     ("key", "value"),

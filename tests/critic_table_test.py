@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 import study
-from helpers import programs, tiny_run
+from helpers import cases, tiny_run
 from studies import critic, truth
 
 from jaxrl_llm import api
@@ -16,17 +16,10 @@ from jaxrl_llm.rollout.environments import Observation
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import Origin, Status
 
+_CASES = cases.load("critic")
 
-@pytest.mark.parametrize(
-  ("question", "text", "at"),
-  [
-    ("7+5-8?", "7+5=12;12-8=4;#4.", None),
-    ("7+5-8?", "7+5=12;12+8=20;#20.", 9),
-    ("7+5-8?", "7+5=13;13-8=5;#5.", 5),
-    ("7+5-8?", "7+5=12;12-8=4;", None),  # Cut, not wrong.
-    ("What is 7+5?", "12", None),  # From another task.
-  ],
-)
+
+@cases.table("question, text, at", _CASES["first_wrong_character"])
 def test_first_wrong_character(question, text, at):
   assert critic.first_wrong(question, text) == at
 
@@ -213,19 +206,6 @@ def test_scores_the_critics_of_runs_and_folders(model, tmp_path, capsys):
   flags += ["--set=eval.problems=2", "--set=sampler.max_response_length=8"]
   assert study.main(["critic", *flags, "--positions=2"]) == 0
   assert "at most" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-  ("flags", "problem"),
-  [
-    (["--continuations=1"], "--continuations=1 must be at least 2"),
-    (["--positions=0"], "--positions=0 must be at least 1"),
-    ([], "has no run; for a model give --config"),
-  ],
-)
-def test_bad_flags_are_one_line(tmp_path, flags, problem):
-  given = "critic", f"--workdir={tmp_path}", *flags
-  assert problem in programs.refused(study.main, *given)
 
 
 def test_a_chunk_of_states_whose_rewards_all_failed_is_left_out():

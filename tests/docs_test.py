@@ -3,7 +3,6 @@
 import pathlib
 import re
 
-import layering_test
 import pytest
 import shape
 import study
@@ -29,18 +28,6 @@ def test_pages_are_what_the_code_says(tmp_path):
     written = (tmp_path / name).read_text("utf-8")
     kept = (_ROOT / "docs" / name).read_text("utf-8")
     assert written == kept, "run `python scripts/dev/docs.py`"
-
-
-def test_the_page_of_rooms_has_the_layers_and_names_them_all():
-  text = (_ROOT / "docs" / "architecture.md").read_text("utf-8")
-  layers, rest = text.split("| layer | modules |")[1].split("\n\n", 1)
-  drawn = [set(re.findall(r"`(\w+)`", row)) for row in layers.split("\n")[2:]]
-  front, *levels, tools = drawn
-  assert front == layering_test._FRONT
-  assert levels[::-1] == list(layering_test._LEVELS)
-  assert tools == layering_test._TOOLS
-  rooms = set().union(*drawn)
-  assert [r for r in rooms if not re.search(rf"`{r}/?`", rest)] == []
 
 
 def test_the_site_has_every_page_and_no_broken_link(tmp_path):

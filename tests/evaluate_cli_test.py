@@ -8,11 +8,13 @@ import generate
 import jax
 import numpy as np
 import pytest
-from helpers import chat_model, programs, tiny_run
+from helpers import cases, chat_model, programs, tiny_run
 
 from jaxrl_llm import api, metrics, models, workdir
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build, loop
+
+_CASES = cases.load("evaluate")
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +44,7 @@ class TestWorkdir:
     assert dict(config.data.settings) == {"digits": 2}
     assert config.run.seed == 0
 
-  @pytest.mark.parametrize(
-    "text, message",
-    [
-      ("{", "config.json: not JSON"),
-      ("[]", "config.json: not a JSON object"),
-      ('{"runs": {"seed": 1}}', "json: config.runs.seed: no such key"),
-      ('{"run": {"sed": 1}}', "json: config.run.sed: no such key"),
-      ('{"run": {"seed": "one"}}', "json: config.run.seed='one'"),
-      ('{"model": {"remat": true}}', "json: config.model.remat: no such key"),
-      ('{"sampler": {"top_k": 0}}', "json: config.sampler.top_k: no such key"),
-    ],
-  )
+  @cases.table("text, message", _CASES["damaged_config"])
   def test_damaged_config(self, text, message, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=message):
@@ -155,20 +146,8 @@ class TestConvert:
     assert "has no critic; give a run with one" in refused
 
   def test_bad_input_is_one_line(self, run):
-    model, directory = run
-    for flags, message in (
-      (("--checkpoint=/no/such", "--out=x"), "/no/such: no such directory"),
-      ((f"--checkpoint={model}", "--out=x"), "no checkpoint"),
-      ((f"--checkpoint={directory}", "--out="), "--out is empty"),
-      (("--checkpoint=x", "--out=x", "--form=dcp", "--adapters"), "--adapters"),
-      (("--checkpoint=x", "--take=x", "--dtype=bfloat16"), "with --take;"),
-      (
-        ("--checkpoint=x", "--out=x", "--adapters", "--dtype=bfloat16"),
-        "--dtype cannot be combined with --adapters",
-      ),
-      (("--checkpoint=x", "--take=x", "--step=0"), "--step cannot be combined"),
-    ):
-      assert message in programs.refused(convert.main, *flags)
+    flags = f"--checkpoint={run[1]}", "--out="
+    assert "--out is empty" in programs.refused(convert.main, *flags)
 
 
 class TestEvaluate:
@@ -210,19 +189,7 @@ class TestEvaluate:
       assert message in refused
     assert problems.read_text().count("\n") == 1
 
-  @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-      (("--checkpoint=/no/such",), "/no/such: no such directory"),
-      (("--checkpoint={run}", "--step=best"), "no step best; choose from 1, 2"),
-      (("--checkpoint={model}",), "is a model directory; give --dataset"),
-      (("--checkpoint={run}", "--config=vapo"), "has its own settings"),
-      (
-        ("--checkpoint={run}", "--dataset=sumz"),
-        "'sumz' is not an evaluation set",
-      ),
-    ],
-  )
+  @cases.table("flags, message", _CASES["bad_input_is_one_line"])
   def test_bad_input_is_one_line(self, run, flags, message):
     model, directory = run
     flags = [flag.format(model=model, run=directory) for flag in flags]

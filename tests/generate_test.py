@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import psutil
 import pytest
-from helpers import chat_model, programs
+from helpers import cases, chat_model, programs
 
 from jaxrl_llm import base_models, generate, models
 from jaxrl_llm.data import rows
@@ -19,6 +19,8 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.progress import Progress
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
+
+_CASES = cases.load("generate")
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _ROOM = 18  # Response tokens; responses to the second prompt are cut off.
@@ -148,16 +150,7 @@ class TestResume:
     assert path.read_text() == _lines(part[:-1])
     _assert_same(_write(job, path, done=done), whole)
 
-  @pytest.mark.parametrize(
-    "change, message",
-    [
-      ({"settings": "other"}, "out.jsonl:2: written with another model"),
-      ({"prompt": "1+1?"}, "out.jsonl:2: written for a prompt"),
-      ({"prompt_index": 3}, "out.jsonl:2: written for a prompt"),
-      ({"prompt_index": "0"}, "out.jsonl:2: not a sample of generate.py"),
-      ({"sample_index": -1}, "out.jsonl:2: not a sample of generate.py"),
-    ],
-  )
+  @cases.table("change, message", _CASES["refuses_and_keeps_other_samples"])
   def test_refuses_and_keeps_other_samples(self, change, message, tmp_path):
     record = {"prompt_index": 0, "sample_index": 0, "settings": "same"}
     record |= _PROMPTS[0]
@@ -188,13 +181,7 @@ class TestRequests:
       ("f.txt:4", {"prompt": "2\u20283?"}),
     ]
 
-  @pytest.mark.parametrize(
-    "line, message",
-    [
-      ('{"texts": "1"}', "f:2: give either 'prompt' or 'messages'"),
-      ('{"prompt": "1", "tokens": []}', "f:2: the field 'tokens' is reserved"),
-    ],
-  )
+  @cases.table("line, message", _CASES["a_bad_line_is_named"])
   def test_a_bad_line_is_named(self, line, message):
     data = f'{{"prompt": "1"}}\n{line}'.encode()
     with pytest.raises(InputError, match=message):
@@ -275,45 +262,6 @@ class TestScript:
         {"role": "environment", "text": "12;"},
         {"role": "model", "text": "12+3="},
       ]
-
-  def test_bad_input_is_one_line(self, tmp_path):
-    prompts, out = tmp_path / "p.txt", tmp_path / "out.jsonl"
-    prompts.write_text("3+5?\n\n3+x?\n")
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text('\n{"prompt": ""}\n')
-    long = tmp_path / "long.txt"
-    long.write_text("1\n" + "1" * 260)
-    there = tmp_path / "there.jsonl"
-    there.write_text("{}\n")
-    one = "--prompt=1+1?"
-    for flags, message in (
-      ((), "--prompts=FILE and --prompt=TEXT must give"),
-      (("--prompt=",), "--prompt number 1 is empty"),
-      (("--prompts=/no/such",), "/no/such: cannot be read"),
-      ((f"--prompts={prompts}",), "p.txt:3: "),
-      ((f"--prompts={empty}",), "empty.jsonl:2: 'prompt' is ''"),
-      ((f"--prompts={long}",), "long.txt:2: the prompt has 260 tokens"),
-      ((one, "--model=/no/such"), "/no/such: no such directory"),
-      ((one, "--max_new_tokens=512"), "leaves 0 of the model's context of 512"),
-      ((one, "--max_new_tokens=0"), "--max_new_tokens=0 must be 1.."),
-      ((one, "--samples=0"), "--samples=0 must be 1..1024"),
-      ((one, "--seed=-1"), "--seed=-1 must be 0.."),
-      ((one, "--top_p=1.5"), "--top_p=1.5, expected a number in (0, 1]"),
-      (
-        (one, "--min_new_tokens=300"),
-        "--min_new_tokens=300, expected a number in [0, 256]",
-      ),
-      ((one, "--forbid=12"), "--forbid has '12', which is 2 tokens"),
-      ((one, "--stop="), "--stop is empty"),
-      ((one, "--chat"), "--prompt number 1: "),
-      ((one, "--resume", "--out=-"), "--resume completes a file"),
-      ((one, f"--out={there}"), "there.jsonl exists; add --resume"),
-      ((one, f"--out={tmp_path}/no/x"), "in a directory that exists"),
-    ):
-      assert message in programs.refused(script.main, f"--out={out}", *flags)
-    assert not out.exists()
-    with pytest.raises(SystemExit, match="2"):
-      script.main(["--dtype=int8"])
 
   def test_flags_read_new_lines(self):
     options = script.make_parser().parse_args(

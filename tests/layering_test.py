@@ -1,14 +1,8 @@
-"""Checks every import of the package against the layers of its modules.
+"""Checks every import of the package against docs/architecture.md.
 
-L0  records, arrays, reductions, distributions, checksums, errors, base_models,
-    system                             processes, signals, files, user code
-L1  estimators, losses, models, sharding, config
-L2  data, rewards, sampling, checkpoint, metrics, sync, report, fleet
-L3  rollout, learner                      independent: they run concurrently
-L4  train, evaluate, workdir              compose the others
-    register                           user-defined parts, by name
-    methods                            functions that change an algorithm
-    generate, simulate                 tools, which no other package imports
+A module imports its layer and those below. The components, rollout and learner,
+do not know each other: they run concurrently. Tools are imported by no other
+module; the front door imports everything for the names of the package.
 """
 
 import ast
@@ -16,40 +10,25 @@ import functools
 import itertools
 import pathlib
 import re
-import subprocess
 import sys
 
-import pytest
+from helpers import programs
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_L0 = {
-  *("types", "arrays", "masked", "distributions", "digest", "errors"),
-  *("base_models", "system"),
-}
+_PAGE = (_ROOT / "docs" / "architecture.md").read_text("utf-8")
+_ROWS, _REST = _PAGE.split("| layer | modules |")[1].split("\n\n", 1)
+_FRONT, *_above, _TOOLS = (
+  set(re.findall(r"`(\w+)`", row)) for row in _ROWS.split("\n")[2:]
+)
+_LEVELS = _L0, _L1, _, _L3, _L4 = _above[::-1]
 _ENDS = ("", ".py")  # A module is a folder or a file.
 _MATHEMATICS = {"estimators", "losses"}
-_L1 = {*_MATHEMATICS, "models", "sharding", "config"}
-_L2 = {
-  *("data", "rewards", "sampling", "checkpoint"),
-  *("metrics", "sync", "report", "fleet"),
-}
-_L3 = {"rollout", "learner"}
 _NUMERIC = {"jax", "numpy", "chex"}
-_L4 = {"trainer", "evaluate", "workdir", "register", "methods"}
-_TOOLS = {"generate", "simulate"}
-_LEVELS = (_L0, _L1, _L2, _L3, _L4)
-# Imports everything for the names that the package exports; runs programs.
-_FRONT = {"api", "__main__"}
 # Libraries that only the given modules may import.
 _KEPT_BY = {
   "flax": {"models"},
   "optax": {"learner", "methods"},
   "ml_collections": {"config"},
-}
-# Terms of reinforcement learning, which models must not contain.
-_RL_WORDS = {
-  *("advantage", "advantages", "behavior", "gae"),
-  *("reward", "rewards", "rollout", "rollouts"),
 }
 
 
@@ -126,6 +105,8 @@ def test_every_room_has_a_level():
   levels = (*_LEVELS, _TOOLS, _FRONT)
   assert _known(_ROOT) == set().union(*levels)
   assert sum(map(len, levels)) == len(_known(_ROOT))
+  # The page says what is in each of them.
+  assert [r for r in _known(_ROOT) if not re.search(f"`{r}/?`", _REST)] == []
 
 
 def test_rooms_import_nothing_from_above():
@@ -168,11 +149,9 @@ def test_the_lowest_rooms_need_only_jax_and_each_other():
     assert not _faults(files, _rooms, _L0 | (_MATHEMATICS & {room}))
 
 
-def test_models_know_no_words_of_reinforcement_learning():
+def test_models_know_no_reinforcement_learning():
   files = _files(*_in_package({"models"}))
-  words = lambda p: set(re.findall(r"[a-z]+", p.read_text("utf-8").lower()))
   assert not _faults(files, _rooms, _L0 | {"models", "sharding"})
-  assert not _faults(files, lambda path: words(path) & _RL_WORDS)
 
 
 def test_presets_and_keys_need_no_library():
@@ -183,28 +162,7 @@ def test_presets_and_keys_need_no_library():
   assert not _faults(files, _rooms, {"config"})
 
 
-@pytest.mark.parametrize(
-  "module",
-  [
-    "jaxrl_llm.config",  # Wrong flags are reported without delay.
-    "jaxrl_llm.rewards.pool",  # Its workers import nothing else.
-  ],
-)
-def test_what_starts_quickly_leaves_jax_alone(module):
-  code = f"import sys, {module}; sys.exit('jax' in sys.modules)"
-  subprocess.run([sys.executable, "-c", code], check=True, cwd=_ROOT)
-
-
-def test_config_files_import_only_the_defaults():
-  # A config file is loaded by its path, so it cannot import its siblings.
-  assert not _faults(_files("configs"), _rooms, {"config"})
-  assert not _faults(_files("configs"), _libraries, {"ml_collections"})
-
-
-def test_scripts_leave_models_and_optimizers_to_the_library():
-  # The shipped bases are trained with a separate schedule.
-  allowed = {"pretraining": {"optax"}}
-  found = lambda path: _libraries(path) & {"flax", "optax"}
-  assert not _faults(
-    _files("scripts"), lambda path: found(path) - allowed.get(path.stem, set())
-  )
+def test_what_starts_quickly_leaves_jax_alone():
+  # Wrong flags are reported without delay; workers import nothing else.
+  code = "import sys, jaxrl_llm.config, jaxrl_llm.rewards.pool"
+  programs.finish("-c", f"{code}; sys.exit('jax' in sys.modules)")

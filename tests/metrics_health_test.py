@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from helpers import cases
 
 from jaxrl_llm import metrics
 from jaxrl_llm.metrics import health
 
 _DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 _RULES = health.RULES
+_CASES = cases.load("health")
 
 
 def _settings(text):
@@ -144,59 +146,29 @@ class TestRules:
     assert table == wanted and all(table.values())
 
 
-@pytest.mark.parametrize(
-  ("rule", "values", "said"),
-  [
-    # Low entropy of wrong answers; a fast fall without a gain.
-    ("entropy_collapse", ([0.04] * 20, [0.5] * 20), "0.04 nats per token at"),
-    (
-      "entropy_collapse",
-      ([1.0] * 12 + [0.15] * 3, [0.3] * 15),
-      "from 1 to 0.15 nats per token in 10 steps",
-    ),
-    ("kl_jump", ([0.2],), "KL is 0.2 "),  # However short the past.
-    # The first row alone; later only three in a row.
-    ("all_wrong", ([0.0], [0.0], [0.0]), "in the first step"),
-    ("all_right", ([1.0], [0.0], [1.0]), "in the first step"),
-    (
-      "all_wrong",
-      ([0.1] + [0.0] * 3, [0.6] + [0.0] * 3, [0.2] * 4),
-      "for 3 steps",
-    ),
-    # Equal up to rounding, whatever their size.
-    ("all_right", ([1.0], [0.05], [-1e6]), "in the first step"),
-  ],
-)
-def test_what_is_a_fault(rule, values, said):
-  assert said in _RULES[rule].find(*values)
+def _series(texts):
+  """Returns values of texts such as '0.5*20 0.1'."""
+  words = [[word.partition("*") for word in text.split()] for text in texts]
+  return [
+    [float(x) for x, _, n in row for _ in range(int(n or 1))] for row in words
+  ]
 
 
-@pytest.mark.parametrize(
-  ("rule", "values"),
-  [
-    ("all_wrong", ([0.1, 0.0, 0.0], [0.6, 0.0, 0.0], [0.1, 0.0, 0.0])),
-    ("all_wrong", ([0.0], [2e-7], [1e-6])),  # Small, but not equal.
-    # A solved task; a fall with a gain; over more steps; one outlier; fewer
-    # rows than the steps of a fall.
-    ("entropy_collapse", ([0.06] * 20, [0.5] * 20)),
-    ("entropy_collapse", ([0.01] * 20, [0.9] * 20)),
-    ("entropy_collapse", ([1.0] * 12 + [0.15] * 3, [0.3] * 12 + [0.4] * 3)),
-    ("entropy_collapse", (list(np.geomspace(1.0, 0.15, 40)), [0.3] * 40)),
-    ("entropy_collapse", ([0.3] * 20 + [0.01], [0.3] * 21)),
-    ("entropy_collapse", ([2.0] * 4 + [0.3] * 3, [0.1] * 7)),
-    # Noise around zero; too few rows.
-    ("explained_variance", ([-0.1, -0.2, 0.01, -0.1, -0.3],)),
-    ("explained_variance", ([-1.0] * 4,)),
-    # Without history; large, but usual; tiny.
-    ("kl_jump", ([0.05],)),
-    ("kl_jump", ([0.05] * 20,)),
-    ("kl_jump", ([1e-6] * 20 + [1e-3],)),
-    # Shorter, but more accurate.
-    ("length_collapse", ([200.0] * 20 + [60.0] * 3, [0.1] * 20 + [0.5] * 3)),
-  ],
-)
-def test_what_is_no_fault(rule, values):
-  assert _RULES[rule].find(*values) is None
+@cases.table("row", _CASES["faults"])
+def test_what_is_a_fault(row):
+  rule, said, *values = row
+  assert said in _RULES[rule].find(*_series(values))
+
+
+@cases.table("row", _CASES["healthy"])
+def test_what_is_no_fault(row):
+  rule, *values = row
+  assert _RULES[rule].find(*_series(values)) is None
+
+
+def test_a_slow_fall_is_no_fault():
+  slow = list(np.geomspace(1.0, 0.15, 40))
+  assert _RULES["entropy_collapse"].find(slow, [0.3] * 40) is None
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 1.0])

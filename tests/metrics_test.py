@@ -10,7 +10,6 @@ import os
 import pathlib
 import resource
 import socket
-import subprocess
 import sys
 import types
 
@@ -18,10 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import cases, programs
 
 from jaxrl_llm import metrics
 from jaxrl_llm.metrics.console import ConsoleWriter
 from jaxrl_llm.metrics.trackers import tensorboard
+
+_PROGRAMS = cases.load("code")
 
 
 class Clock:
@@ -57,20 +59,14 @@ class TestJsonlWriter:
     writer.log(0, {"a/b": 0.1, "n": 3})
     clock.now = 101.5
     half = jnp.asarray(0.5, jnp.bfloat16)
-    writer.log(1, {"a/b": np.float32(0.1), "n": jnp.asarray(4), "h": half})
+    row = {"a/b": np.float32(0.1), "n": jnp.asarray(4), "h": half}
+    writer.log(1, row | {"x": -math.inf})
     writer.close()
     assert _read(tmp_path / "m.jsonl") == [
       {"step": 0, "time": 100.0, "a/b": 0.1, "n": 3},
       {"step": 1, "time": 101.5, "a/b": float(np.float32(0.1)), "n": 4}
-      | {"h": 0.5},
+      | {"h": 0.5, "x": None, "nonfinite": {"x": "-inf"}},
     ]
-
-  def test_nonfinite_values_are_null_with_a_note(self, tmp_path):
-    writer = metrics.JsonlWriter(tmp_path / "m.jsonl")
-    writer.log(1, {"a": math.nan, "b": -math.inf, "c": 1.0})
-    row = _read(tmp_path / "m.jsonl")[0]
-    assert (row["a"], row["b"], row["c"]) == (None, None, 1.0)
-    assert row["nonfinite"] == {"a": "nan", "b": "-inf"}
 
   def test_death_at_any_byte_then_resume_gives_each_row_once(
     self, tmp_path, monkeypatch
@@ -139,30 +135,24 @@ class TestJsonlWriter:
     writer.close()
     assert [row["x"] for row in _read(path)] == [1.0, 2.0]
 
-  def test_something_else_than_a_file_is_refused(self, tmp_path):
+  def test_damage_and_something_else_than_a_file_are_refused(self, tmp_path):
     os.mkfifo(tmp_path / "m.jsonl")
     with pytest.raises(OSError, match="not a regular file.*m.jsonl"):
       metrics.JsonlWriter(tmp_path / "m.jsonl")
+    (tmp_path / "n.jsonl").write_bytes(b'{"step": 0}\n{"step"\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"n\.jsonl, line 2"):
+      metrics.JsonlWriter(tmp_path / "n.jsonl")
 
-  def test_damage_before_the_end_names_file_and_line(self, tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_bytes(b'{"step": 0}\n{"step"\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"m\.jsonl, line 2"):
-      metrics.JsonlWriter(path)
-
-  @pytest.mark.parametrize("step", [0, 4])
-  def test_steps_must_increase(self, tmp_path, step):
+  def test_steps_increase_and_a_metric_is_one_number(self, tmp_path):
     writer = metrics.JsonlWriter(tmp_path / "m.jsonl")
     writer.log(4, {})
-    with pytest.raises(ValueError, match=f"> 4, got {step}"):
-      writer.log(step, {})
-
-  @pytest.mark.parametrize("value", [np.zeros(2), "1.0", None])
-  def test_a_metric_is_one_number(self, tmp_path, value):
-    writer = metrics.JsonlWriter(tmp_path / "m.jsonl")
-    with pytest.raises(ValueError, match="metric a/b"):
-      writer.log(1, {"a/b": value})
-    assert _read(tmp_path / "m.jsonl") == []
+    for step, row, said in (
+      *((step, {}, f"> 4, got {step}") for step in (0, 4)),
+      *((5, {"a/b": x}, "metric a/b") for x in (np.zeros(2), "1.0", None)),
+    ):
+      with pytest.raises(ValueError, match=said):
+        writer.log(step, row)
+    assert len(_read(tmp_path / "m.jsonl")) == 1
 
 
 class TestSampleRows:
@@ -241,27 +231,23 @@ class TestConsoleWriter:
       "perf/tokens_per_second": 1234.5,
       "not/shown": 1.0,
     }
-    console.log(1, row)
+    console.log(1, row | {"policy/loss": 1.5})
     clock.now += 2.0
     console.log(2, row)
+    console.log(3, {"policy/loss": 1.5})  # The loss without a reward.
+    console.log(4, {"health/all_wrong": 1.0, "health/ratio_explosion": 1.0})
+    console.log(5, {"eval/sums/avg@4": 0.5, "eval/sums/avg@4_se": 0.02})
     console.close()
     shown = "reward 0.500  entropy 0.250  tokens/s 1,234"
-    assert stream.getvalue().splitlines() == [
+    first, second, third, warned, _, evaluated = stream.getvalue().splitlines()
+    assert [first, second] == [
       f"step 1/10  {shown}  left ?  step 2.00s  generate 1.50s",
       f"step 2/10  {shown}  left 0:00:16  step 2.00s  generate 1.50s",
     ]
-
-  def test_the_loss_is_shown_without_rewards(self):
-    console, stream = _console()
-    console.log(1, {"policy/loss": 1.5})
-    console.log(2, {"policy/loss": 1.5, "reward/mean": 0.0})
-    first, second = stream.getvalue().splitlines()
-    assert "loss 1.500" in first and "loss" not in second
-
-  def test_the_line_of_a_step_names_the_warnings_that_hold(self):
-    console, stream = _console()
-    console.log(1, {"health/all_wrong": 1.0, "health/ratio_explosion": 1.0})
-    assert "health: all wrong, ratio explosion" in stream.getvalue()
+    assert "loss 1.500" in third
+    assert "health: all wrong, ratio explosion" in warned
+    said = "evaluation at step 5: sums/avg@4 0.500 (se 0.020)"
+    assert evaluated == said
 
   def test_time_left_forgets_slow_steps(self):
     clock = Clock()
@@ -275,13 +261,6 @@ class TestConsoleWriter:
       "step 2/10  left 0:04:08",
       "step 3/10  left 0:00:14",
     ]
-
-  def test_evaluation_has_a_line_of_its_own(self):
-    console, stream = _console()
-    console.log(0, {"eval/sums/avg@4": 0.5, "eval/sums/avg@4_se": 0.02})
-    assert stream.getvalue().splitlines()[1] == (
-      "evaluation at step 0: sums/avg@4 0.500 (se 0.020)"
-    )
 
   def test_a_log_says_what_takes_its_time_once(self):
     console, stream = _console()
@@ -351,35 +330,24 @@ class TestSampleLines:
       assert control not in text
 
 
-class TestPrintable:
-  def test_keeps_letters_and_escapes_the_rest(self):
-    assert metrics.printable("a é 日本 \\n") == "a é 日本 \\n"
-    assert metrics.printable("a\tb\n\x7f\x9b\ud800") == (
-      "a\\tb\\n\\x7f\\x9b\\ud800"
-    )
+def test_printable_text_keeps_letters_and_escapes_the_rest():
+  assert metrics.printable("a é 日本 \\n") == "a é 日本 \\n"
+  escaped = "a\\tb\\n\\x7f\\x9b\\ud800"
+  assert metrics.printable("a\tb\n\x7f\x9b\ud800") == escaped
 
 
-class TestMetricsLogger:
-  def test_the_console_shows_a_few_of_all_samples(self, tmp_path):
-    out = io.StringIO()
-    with _logger(tmp_path, stream=out) as logger:
-      logger.samples(1, [_sample(response=f"no {i}") for i in range(9)])
-    assert len(_read(tmp_path / "samples.jsonl")) == 9
-    assert "no 3" in out.getvalue() and "no 4" not in out.getvalue()
-
-
-_FAKE = """
-calls = []
-def init(**options): calls.append(("init", options))
-def log(row, step): calls.append(("log", step, row))
-def finish(): calls.append(("finish",))
-"""
+def test_the_console_shows_a_few_of_all_samples(tmp_path):
+  out = io.StringIO()
+  with _logger(tmp_path, stream=out) as logger:
+    logger.samples(1, [_sample(response=f"no {i}") for i in range(9)])
+  assert len(_read(tmp_path / "samples.jsonl")) == 9
+  assert "no 3" in out.getvalue() and "no 4" not in out.getvalue()
 
 
 class TestTrackers:
   @pytest.mark.parametrize("name", ["wandb", "trackio"])
   def test_a_run_of_a_service(self, tmp_path, monkeypatch, name):
-    (tmp_path / f"{name}.py").write_text(_FAKE)
+    (tmp_path / f"{name}.py").write_text(_PROGRAMS["metrics_fake"])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setenv(f"{name.upper()}_PROJECT", "sums")
@@ -432,9 +400,11 @@ class TestPhaseTimer:
     with timer.phase("generate"):
       clock.now += 2.0
     clock.now += 0.5
-    for _ in range(2):
-      with timer.phase("update_policy"):
-        clock.now += 1.0
+    with timer.phase("update_policy"):
+      clock.now += 1.0
+    with pytest.raises(KeyError), timer.phase("update_policy"):
+      clock.now += 1.0
+      raise KeyError
     assert timer.collect() == {
       "time/generate_s": 2.0,
       "time/update_policy_s": 2.0,
@@ -444,14 +414,6 @@ class TestPhaseTimer:
     assert seen == ["generate", between, *["update_policy", between] * 2]
     clock.now += 1.0
     assert timer.collect() == {"time/step_s": 1.0}
-
-  def test_books_a_phase_that_raises(self):
-    clock = Clock()
-    timer = metrics.PhaseTimer(clock=clock)
-    with pytest.raises(KeyError), timer.phase("reward"):
-      clock.now += 3.0
-      raise KeyError
-    assert timer.collect()["time/reward_s"] == 3.0
 
   def test_compiling_is_in_no_other_phase(self):
     class Compiles:
@@ -493,30 +455,6 @@ class TestPhaseTimer:
     assert timer.collect() == {"time/step_s": 0.0}
 
 
-_STANDS_STILL = """
-import io, sys, threading, time
-from jaxrl_llm import metrics
-
-now = 0.0
-time.monotonic = lambda: now
-
-def wait_for_a_host_that_died():
-  threading.Event().wait(60)
-
-with metrics.MetricsLogger(
-  sys.argv[1], total_steps=1, last_step=-1, tracked_by=(),
-  stuck_after_s=1.0, stream=io.StringIO(),
-) as logger:
-  logger.watchdog.suspects = lambda: ["suspect host 1-a"]
-  for _ in range(10):  # Longer than the limit, but every phase is short.
-    logger.phase("score")
-    now += 0.9
-  logger.phase("generate")
-  now += 2.0
-  wait_for_a_host_that_died()
-"""
-
-
 def test_a_phase_that_goes_on_is_named_when_another_ends():
   seen = []
   timer = metrics.PhaseTimer(on_enter=seen.append)
@@ -526,19 +464,13 @@ def test_a_phase_that_goes_on_is_named_when_another_ends():
   assert seen[1:] == ["generate", "update_policy", "between phases"]
 
 
-class TestWatchdog:
-  def test_ends_what_stands_still_and_says_where(self, tmp_path):
-    done = subprocess.run(
-      [sys.executable, "-c", _STANDS_STILL, str(tmp_path)],
-      capture_output=True,
-      text=True,
-      timeout=60,
-    )
-    assert done.returncode == 1
-    assert "stuck: 'generate' has taken" in done.stderr
-    assert f"on {socket.gethostname()} (process 0 of 1)" in done.stderr
-    named, _, stacks = done.stderr.partition("suspect host 1-a\n")
-    assert named and "in wait_for_a_host_that_died" in stacks
+def test_a_watchdog_ends_what_stands_still_and_says_where(tmp_path):
+  program = _PROGRAMS["metrics_stands_still"]
+  _, said = programs.finish("-c", program, tmp_path, code=1)
+  assert "stuck: 'generate' has taken" in said
+  assert f"on {socket.gethostname()} (process 0 of 1)" in said
+  named, _, stacks = said.partition("suspect host 1-a\n")
+  assert named and "in wait_for_a_host_that_died" in stacks
 
 
 class TestCompileCounter:
@@ -569,27 +501,21 @@ class TestCompileCounter:
     assert counter.collect() == 1
 
 
-class TestWatchCompilations:
-  def test_names_each_program_while_it_is_open(self):
-    told = []
-    argument = np.zeros(17, np.float32)
+def test_programs_are_named_while_they_compile():
+  told, argument = [], np.zeros(17, np.float32)
 
-    def doubled(x):
-      return 2 * x
+  def doubled(x):
+    return 2 * x
 
-    def tripled(x):
-      return 3 * x
-
-    end = lambda name, seconds: told.append((name, seconds > 0))
-    stop = metrics.watch_compilations(told.append, end)
-    jax.jit(doubled)(argument)
-    stop()
-    jax.jit(tripled)(argument)
-    assert told == ["doubled", ("doubled", True)]
+  end = lambda name, seconds: told.append((name, seconds > 0))
+  stop = metrics.watch_compilations(told.append, end)
+  jax.jit(doubled)(argument)
+  stop()
+  jax.jit(lambda x: 3 * x)(argument)
+  assert told == ["doubled", ("doubled", True)]
 
 
-class TestPeakMemory:
-  def test_is_in_gib(self, monkeypatch):
-    usage = types.SimpleNamespace(ru_maxrss=3 * 2**20)
-    monkeypatch.setattr(resource, "getrusage", lambda who: usage)
-    assert metrics.peak_memory_gib() == 3.0
+def test_peak_memory_is_in_gib(monkeypatch):
+  usage = types.SimpleNamespace(ru_maxrss=3 * 2**20)
+  monkeypatch.setattr(resource, "getrusage", lambda who: usage)
+  assert metrics.peak_memory_gib() == 3.0

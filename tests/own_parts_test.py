@@ -8,7 +8,7 @@ import re
 
 import pyarrow
 import pytest
-from helpers import chat_model, programs, tiny_run
+from helpers import cases, chat_model, programs, tiny_run
 from parts import dry_run
 from pyarrow import parquet
 
@@ -18,22 +18,10 @@ from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.system import plugin
 from jaxrl_llm.trainer import build, loop, policy_evaluation
 
+_PROGRAMS = cases.load("code")
+
 _ROOT = pathlib.Path(__file__).parents[1]
 QUESTIONS = [(f"{i}+{j}?", i + j) for i in range(1, 5) for j in range(1, 6)]
-VERL = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-  assert data_source == "sums" and isinstance(extra_info["index"], int)
-  short = 1 / (1 + len(solution_str))
-  return {"score": short + (ground_truth in solution_str), "short": short}
-"""
-TRL = """
-def right(prompts, completions, answer, **kwargs):
-  pairs = zip(completions, answer)
-  return [float(str(wanted) in text) for text, wanted in pairs]
-
-def short(completions, level, **kwargs):
-  return [None if len(c) > n else 1.0 for c, n in zip(completions, level)]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +72,7 @@ class TestOthers:
     ]
     table = pyarrow.Table.from_pylist(table)
     parquet.write_table(table, tmp_path / "train.parquet")
-    (tmp_path / "own_verl_score.py").write_text(VERL)
+    (tmp_path / "own_verl_score.py").write_text(_PROGRAMS["own_parts_verl"])
     rows, samples, run = train(
       model,
       tmp_path / "run",
@@ -128,7 +116,7 @@ class TestData:
 
   def test_correct_answers_are_unknown_for_trl(self, model, tmp_path, capsys):
     rows = [{"prompt": q, "answer": a, "level": 6} for q, a in QUESTIONS]
-    (tmp_path / "own_trl_rewards.py").write_text(TRL)
+    (tmp_path / "own_trl_rewards.py").write_text(_PROGRAMS["own_parts_trl"])
     changes = {
       "reward__name": "trl",
       "reward__path": str(tmp_path / "own_trl_rewards.py"),
@@ -159,9 +147,13 @@ class TestData:
     assert "different" not in run.evaluators[0].origin
 
   def test_answers_that_the_verifier_needs(self, model, tmp_path):
-    changes = self.files(tmp_path, [{"prompt": q} for q, _ in QUESTIONS])
-    with pytest.raises(InputError, match="own-.* has no answer in text, but c"):
-      build.make_run(make_config(model, **changes))
+    for rows, said in (
+      ([{"prompt": q} for q, _ in QUESTIONS], "in text, but c"),
+      ([{"question": q, "answer": {"a": 1}} for q, a in QUESTIONS], "19 of 19"),
+    ):
+      changes = self.files(tmp_path, rows)
+      with pytest.raises(InputError, match=f"own-.* has no answer.* {said}"):
+        build.make_run(make_config(model, **changes))
 
   def test_rows_without_an_answer_that_a_reward_reads_are_counted(
     self, model, tmp_path
@@ -190,49 +182,40 @@ class TestData:
     }
     build.make_run(make_config(model, **changes))
 
-  def test_an_object_is_no_answer_for_a_verifier(self, model, tmp_path):
-    rows = [{"question": q, "answer": {"a": 1, "b": a}} for q, a in QUESTIONS]
-    with pytest.raises(
-      InputError, match="own-1 has no answer in text, .*19 of 19"
-    ):
-      build.make_run(make_config(model, **self.files(tmp_path, rows)))
-
-  def test_answers_in_lists_pass_the_dry_run(self, model, tmp_path, capsys):
-    rows = [{"question": q, "answer": ["no", a]} for q, a in QUESTIONS]
-    run = build.make_run(make_config(model, **self.files(tmp_path, rows)))
-    dry_run._check_rewards(run)
-    dry_run._show_data(run)
-    said = capsys.readouterr().out
-    assert "1 of 1 reference answers accepted" in said
-    assert "answer 'no' or '" in said
-
-  def test_a_dry_run_never_calls_nothing_an_answer(
+  def test_a_dry_run_shows_answers_in_lists_and_their_absence(
     self, model, tmp_path, capsys
   ):
     register.reward("short", lambda response: float(len(response) < 3))
-    changes = self.files(tmp_path, [{"prompt": q} for q, _ in QUESTIONS])
-    changes |= {"reward__name": "short"}
-    run = build.make_run(make_config(model, **changes))
-    dry_run._check_rewards(run)
-    dry_run._show_data(run)
-    said = capsys.readouterr().out
-    assert "1 of 1 questions got a verdict" in said and "no answer" in said
+    for rows, changes, *shown in (
+      (
+        [{"question": q, "answer": ["no", a]} for q, a in QUESTIONS],
+        *({}, "1 of 1 reference answers accepted", "answer 'no' or '"),
+      ),
+      (
+        [{"prompt": q} for q, _ in QUESTIONS],
+        *({"reward__name": "short"}, "1 of 1 questions got a verdict"),
+        "no answer",
+      ),
+    ):
+      changes |= self.files(tmp_path, rows)
+      run = build.make_run(make_config(model, **changes))
+      dry_run._check_rewards(run)
+      dry_run._show_data(run)
+      said = capsys.readouterr().out
+      assert all(text in said for text in shown)
 
 
-@pytest.mark.parametrize(
-  ("name", "text", "said"),
-  [
+def test_a_plugin_that_fails_is_refused(tmp_path):
+  for name, text, said in (
     ("exits", "import sys\nsys.exit(0)\n", ", line 2: SystemExit: 0"),
     ("divides", "1 / 0\n", ", line 1: ZeroDivisionError: division by zero"),
     ("null", "a = '\0'\n", ": SyntaxError: source code string cannot contain"),
-  ],
-)
-def test_a_plugin_that_fails_is_refused(tmp_path, name, text, said):
-  file = tmp_path / f"own_{name}.py"
-  file.write_text(text)
-  with pytest.raises(InputError) as refused:
-    plugin.load(str(file))
-  assert str(refused.value).startswith(f"{file}{said}")
+  ):
+    file = tmp_path / f"own_{name}.py"
+    file.write_text(text)
+    with pytest.raises(InputError) as refused:
+      plugin.load(str(file))
+    assert str(refused.value).startswith(f"{file}{said}")
 
 
 class TestFailures:
@@ -372,27 +355,17 @@ def test_a_tool_of_a_chat_model(tmp_path):
   assert called
 
 
-@pytest.mark.parametrize(
-  "verb",
-  [
-    *("reward", "group_reward", "source", "template", "prompt_source"),
-    *("oracle", "schedule", "engine", "environment", "tools", "estimator"),
-    *("loss", "mask", "token_input", "method", "optimizer", "family"),
-  ],
-)
+_VERBS = [
+  name
+  for name, verb in vars(register).items()
+  if inspect.isfunction(verb)
+  and verb.__module__ == register.__name__
+  and not name.startswith("_")
+]
+
+
+@pytest.mark.parametrize("verb", _VERBS)
 def test_what_cannot_be_called_is_refused_when_it_is_registered(verb):
   said = "cannot be called; give a function|give a Family"
   with pytest.raises(ValueError, match=said):
     getattr(register, verb)("three", 3)
-
-
-def test_every_verb_is_tried_above():
-  verbs = {
-    k
-    for k, v in vars(register).items()
-    if inspect.isfunction(v)
-    and v.__module__ == register.__name__
-    and not k.startswith("_")
-  }
-  mark = test_what_cannot_be_called_is_refused_when_it_is_registered.pytestmark
-  assert {*mark[0].args[1]} == verbs

@@ -6,44 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from helpers import programs, tiny_run
+from helpers import cases, programs, tiny_run
+
+_PROGRAMS = cases.load("code")
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-# Reports at exit whether jax was imported.
-_COMMAND = """
-import sys
-from jaxrl_llm.scripts import main
-sys.argv = sys.argv[1:]
-try:
-  main()
-finally:
-  sys.stderr.write("with jax" * ("jax" in sys.modules))
-"""
-# Restricts imports to jax and chex, their requirements, and this package.
-_ONLY_JAX_AND_CHEX = """
-import importlib.metadata, re, sys
-
-def required(name, found):
-  if name not in found:
-    found.add(name)
-    for line in importlib.metadata.requires(name) or ():
-      if "extra ==" not in line:
-        required(re.match("[A-Za-z0-9_.-]+", line)[0].lower(), found)
-  return found
-
-known = required("jax", required("chex", set()))
-known = {name.replace("-", "_") for name in known}
-makers_of = importlib.metadata.packages_distributions()
-
-class Door:
-  def find_spec(self, name, path=None, target=None):
-    top = name.split(".")[0]
-    makers = {d.lower().replace("-", "_") for d in makers_of.get(top, ())}
-    if makers and not makers & (known | {"jaxrl_llm"}):
-      raise ModuleNotFoundError(f"no module named {name!r} here", name=name)
-
-sys.meta_path.insert(0, Door())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +31,13 @@ def installed(tmp_path_factory):
 def _run(library, folder, command, *arguments):
   """Runs an installed command in a given folder."""
   return subprocess.run(
-    [sys.executable, "-c", _COMMAND, f"/bin/{command}", *arguments],
+    [
+      sys.executable,
+      "-c",
+      _PROGRAMS["package_command"],
+      f"/bin/{command}",
+      *arguments,
+    ],
     cwd=folder,
     env=programs.environment(library),
     capture_output=True,
@@ -145,7 +118,7 @@ def test_estimators_and_losses_need_only_jax_and_chex(tmp_path):
   readme = (_ROOT / "README.md").read_text("utf-8")
   snippet = readme.split("```python\n")[2].split("```")[0]
   program.write_text(
-    f"{_ONLY_JAX_AND_CHEX}\n{snippet}\nassert total < 1e9\n"
+    f"{_PROGRAMS['package_only_jax_and_chex']}\n{snippet}\nassert total < 1e9\n"
     "from jaxrl_llm import distributions, types\n"
     "try:\n  import flax\nexcept ModuleNotFoundError:\n  print('closed')\n"
   )

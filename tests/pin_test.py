@@ -5,12 +5,6 @@ import pytest
 from helpers import registries
 
 
-def test_an_unknown_run_is_refused(capsys):
-  assert pin.main(["--methods=vapo,grop"]) == 2
-  refused = capsys.readouterr().err
-  assert refused.startswith("pin: --methods: no 'grop'; choose from vapo, ")
-
-
 @pytest.mark.slow(minutes=1)
 def test_lines_repeat_and_depend_on_the_seed(tmp_path):
   folders = (tmp_path / str(i) for i in range(3))

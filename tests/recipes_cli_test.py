@@ -6,6 +6,7 @@ import itertools
 import traceback
 
 import pytest
+from helpers import cases
 from helpers.configs import METHODS, keys, load, value
 
 from jaxrl_llm import config as config_lib
@@ -27,124 +28,6 @@ SHORT = {
   "streaming": "schedule.streaming=True loss.nll_coefficient=0.0"
   f" optimizer.policy.mini_batch={BATCH} optimizer.value.mini_batch={BATCH}",
 }
-# Changes of VAPO's config, each valid alone | parts of the error message.
-TABLE = """\
-sampler.mesh.fsdp=2: sampler.mesh.data, sampler.mesh.fsdp
-window grouped: schedule.window, estimator.name
-window grouped method.use=('reinforce_pp',): schedule.window, estimator.name
-window no_critic method.use=('hapo',): \
-  schedule.window, estimator.name, method.use, a critic
-window method.use=('evpo',): schedule.window, method.use, whole groups
-schedule.window=65: schedule.window, sampler.max_response_length, exceed
-window schedule.dynamic_sampling=True: \
-  schedule.window, schedule.dynamic_sampling
-window method.use=('majority',): schedule.window, method.use, different steps
-sampler.exact=True grouped method.use=('hapo',): \
-  sampler.exact, method.use, would not be equal
-reward.name=environment: reward.name, environment.name
-streaming schedule.lag=1: schedule.streaming, schedule.lag
-streaming run.replay_every=5: \
-  schedule.streaming, run.replay_every, second update
-streaming optimizer.value.epochs=2: \
-  schedule.streaming, optimizer.value.epochs, one update
-streaming method.use=('evpo',): \
-  schedule.streaming, method.use, whole batch
-streaming estimator.normalize=whiten: \
-  schedule.streaming, estimator.normalize, whole batch
-grouped estimator.gamma=0.9: estimator.gamma, estimator.name, has no discount
-method.use=('gspo',) loss.dual_clip=3.0: \
-  loss.dual_clip, loss.name, method.use, no dual clip
-distill reward.overlong_buffer=9: \
-  method.use, reward.overlong_buffer, does not read the reward
-distill loss.kl_reward_coefficient=0.1: \
-  method.use, loss.kl_reward_coefficient, does not read the reward
-streaming sampler.drafter=prompt_lookup: sampler.drafter, schedule.streaming
-sampler.drafter=quantized_copy schedule.stop=first_groups: \
-  sampler.drafter, schedule.stop
-environment.name=calculator environment.rewards=turns: \
-  environment.rewards, reward.name
-schedule.over_provision=1.5: schedule.over_provision, schedule.stop
-window estimator.normalize=whiten: schedule.window, estimator.normalize
-window estimator.boundary=zero: schedule.window, estimator.boundary
-window estimator.gamma=0.99: estimator.boundary, estimator.gamma
-window loss.overlong_filter=True: schedule.window, loss.overlong_filter
-grouped single: data.group_size, estimator.name
-single no_critic method.use=('reinforce_pp',): data.group_size, method.use
-single schedule.dynamic_sampling=True: \
-  data.group_size, schedule.dynamic_sampling
-grouped estimator.center=none: estimator.name, estimator.center
-estimator.name=group: value.pretrain_steps, estimator.name
-method.use=('hapo',): value.pretrain_steps, method.use, no critic
-grouped value.reward_model_steps=3: value.reward_model_steps, estimator.name
-off_policy.correction=truncate off_policy.proximal=stored: \
-  off_policy.correction, off_policy.proximal
-loss.kl_coefficient=0.1 loss.kl_reward_coefficient=0.2: \
-  loss.kl_coefficient, loss.kl_reward_coefficient
-loss.norm=100: loss.norm, loss.mode
-loss.kl=k1 loss.kl_coefficient=0.1: loss.kl, use 'k1+'
-model.expert_capacity=1.25 optimizer.policy.epochs=2: \
-  model.expert_capacity, optimizer.policy.epochs
-reward.overlong_buffer=65: reward.overlong_buffer, sampler.max_response_length
-"""
-# Methods and changes of VAPO's config | parts of what the methods say.
-OF_METHODS = """\
-maxrl: reward.incorrect=0, mean reward
-maxrl reward.incorrect=0.0 reward.overlong_buffer=9: \
-  reward.overlong_buffer=0, mean reward
-maxrl reward.incorrect=0.0 loss.kl_reward_coefficient=0.1: \
-  loss.kl_reward_coefficient=0, mean reward
-turn_gae estimator.lambda_value=0.9: estimator.lambda_value=1
-turn_gae grouped: changes GAE
-hapo,turn_gae: changes GAE
-mc_grpo estimator.center=median: estimator.name='group'
-mc_grpo grouped: estimator.center='median'
-mc_grpo grouped estimator.center=median: data.group_size
-a_3po,gspo: loss.name='clip' only
-a_3po off_policy.proximal=stored: off_policy.proximal='recompute'
-a_3po off_policy.correction=mask: off_policy.correction='none'
-a_3po off_policy.correction=truncate off_policy.level=sequence: level='token'
-ppo_ewma off_policy.correction=none: off_policy.correction='auto'
-ppo_ewma off_policy.proximal=stored off_policy.correction=truncate: \
-  off_policy.proximal='recompute'
-ppo_ewma,gspo: ratio per token
-gspo,ppo_ewma: ratio per token
-kept_weights,a_3po schedule.lag=1: staleness is measured
-a_3po,kept_weights schedule.lag=1: staleness is measured
-kept_weights schedule.lag=1 off_policy.proximal=stored \
-  off_policy.correction=truncate: staleness is measured
-kept_weights schedule.lag=1 off_policy.correction=none: \
-  off_policy.correction='auto'
-kept_weights: schedule.lag, schedule.stop='first_groups'
-kept_weights schedule.lag=1 schedule.replay=0.5: schedule.replay=0
-kept_weights schedule.lag=1 sampler.exact=True: sampler.exact=False
-rloo off_policy.proximal=stored: off_policy.proximal='recompute'
-sft data.group_size=1 loss.nll_coefficient=0.0 \
-  off_policy.correction=truncate: off_policy.correction='auto'
-sft,dps data.group_size=1 loss.nll_coefficient=0.0: that draw prompts
-evpo grouped: needs a critic
-asyppo grouped: needs a critic
-asyppo loss.clip_value=0.2: loss.clip_value=None, mean of the critics
-hl_gauss grouped: needs a critic
-hl_gauss loss.clip_value=0.2: loss.clip_value=None, cannot be clipped
-hl_gauss method.hl_gauss.high=1.0: method.hl_gauss.low, must cover
-privileged grouped: needs a critic
-privileged method.privileged.answer_format=x: \
-  method.privileged.answer_format has no {answer}
-f_tis estimator.normalize=scale: estimator.normalize='none'
-distill: method.distill.teachers, needs a teacher
-gdpo: method.gdpo.parts
-dart: schedule.replay above 0
-dart schedule.replay=0.5 schedule.dynamic_sampling=True: \
-  schedule.dynamic_sampling=False
-mc_grpo,dart grouped estimator.center=median data.group_size=9 \
-  schedule.replay=0.5: has no median
-sapo method.sapo.replay_from=('x',): method.sapo.share_in, to a folder
-sapo method.sapo.share_in=x: schedule.replay above 0
-sapo method.sapo.share_in=x schedule.replay=0.5 environment.name=calculator: \
-  environment.name, have no turns
-arrol schedule.window=16: schedule.window=0, whole groups
-arrol schedule.lag=1: schedule.overlap=False
-"""
 
 
 def read(text):
@@ -176,16 +59,15 @@ def usable(config):
   return config
 
 
+_CASES = cases.load("refusals")
 CONTRADICTIONS = [
-  (read(changes), said.strip())
-  for changes, _, said in (row.partition(":") for row in TABLE.splitlines())
+  (read(changes), said) for changes, said in _CASES["constraints"]
 ]
 REFUSED = []
-for _row in OF_METHODS.splitlines():
-  _changes, _, _said = _row.partition(":")
+for _changes, _said in _CASES["methods"]:
   _names, *_rest = _changes.split()
   _use = {"method.use": tuple(_names.split(","))}
-  REFUSED.append((_use | read(" ".join(_rest)), _said.strip()))
+  REFUSED.append((_use | read(" ".join(_rest)), _said))
 
 
 def refusal(config):

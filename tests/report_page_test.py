@@ -8,9 +8,11 @@ import subprocess
 import urllib.parse
 
 import pytest
-from helpers import html_page
+from helpers import cases, html_page
 
 from jaxrl_llm import report
+
+_CASES = cases.load("report")
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _BROWSER = next(filter(None, map(shutil.which, _NAMES)), None)
@@ -150,18 +152,7 @@ class TestPage:
     assert dom.listed()[1][:6] == ["1", "0", "0.25", "no", "5", "finished"]
     assert dom.listed()[9][3] == "no verdict"
 
-  @pytest.mark.parametrize(
-    "state, groups",
-    [
-      ({"step": "2"}, ["2", "–"]),
-      ({"step": "1..1", "status": "overlong"}, ["0", "0", "1"]),
-      ({"prompt": "FOLLOWS 1", "reward": "0.5..", "correct": "no"}, ["1"]),
-      ({"reward": "..0.1", "step": "1"}, ["0", "1"]),
-      ({"prompt": "set-1", "text": "so 8"}, ["1"]),
-      ({"length": "6.."}, []),
-      ({"sort": "-reward", "group": "1"}, ["1"] * 4),
-    ],
-  )
+  @cases.table("state, groups", _CASES["filters"])
   def test_filters(self, page, tmp_path, state, groups):
     dom = browse(page, tmp_path, **state)
     rows = dom.listed()

@@ -158,30 +158,6 @@ class TestScript:
     assert "start: loading, value pretraining" in text
     assert text.count('<p class="reached">seed') == 3
 
-  @pytest.mark.parametrize(
-    "content, words",
-    [
-      (None, "metrics.jsonl: cannot be read"),
-      ("", "no step was logged"),
-      ('{"step": 1}\nx\n{"step": 2}\n', "line 2"),
-    ],
-  )
-  def test_bad_input_is_one_line_and_exit_code_2(
-    self, tmp_path, content, words
-  ):
-    if content is not None:
-      (tmp_path / "metrics.jsonl").write_text(content)
-    out = tmp_path / "out"
-    assert words in programs.refused(script.main, tmp_path, f"--out={out}")
-    assert not out.exists()
-
-  def test_nothing_to_draw_and_unknown_panels(self, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "other": 1.0}\n')
-    said = programs.refused(script.main, tmp_path)
-    assert "none of the panels" in said
-    said = programs.refused(script.main, tmp_path, "--panels=rewards")
-    assert "got rewards" in said
-
   def test_without_matplotlib_says_how_to_get_it(self, tmp_path, monkeypatch):
     folder = _make_run(tmp_path / "run", seed=0)
     real = builtins.__import__

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import configs, programs
+from helpers import cases, configs, programs
 from jax.sharding import NamedSharding, PartitionSpec
 from parts import topology
 
@@ -19,6 +19,7 @@ from jaxrl_llm.simulate import account, cost, hlo, mesh_search
 from jaxrl_llm.simulate.models import MODELS
 from jaxrl_llm.trainer import validation
 
+_PROGRAMS = cases.load("code")
 MESH = {"data": 1, "fsdp": 4, "tensor": 2}
 
 
@@ -83,17 +84,7 @@ class TestCollectives:
 
   def test_what_a_gpu_starts_and_waits_for(self):
     """Results are half of a start's arrays; for an all-reduce, all of them."""
-    text = """ENTRY %main (p: f32[8]) -> f32[8] {
-  %a = ((bf16[4]{0}, bf16[2]{0}), (bf16[32]{0}, bf16[16]{0}))\
- all-gather-start(%p, %q), replica_groups=mesh['x'=8] {'x'}, dimensions={0}
-  %b = ((f32[64]{0}), f32[8]{0}) reduce-scatter-start(%p), replica_groups=[1,8]\
-<=[8], to_apply=%add
-  %c = (f32[8]{0}, f32[2]{0}) all-reduce-start(%p, %q), replica_groups=[1,8]\
-<=[8], to_apply=%add
-  %d = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p),\
- source_target_pairs={{0,1},{1,0}}
-}
-"""
+    text = _PROGRAMS["hlo_gpu"]
     found = hlo.collectives(text, {"fsdp": 8}, [1])
     assert {each.kind: each.bytes for each in found} == {
       "all-gather": 7 / 8 * (32 + 16) * 2,
@@ -103,30 +94,12 @@ class TestCollectives:
     }
 
   def test_a_tpu_sums_scattered_numbers_once(self):
-    text = """%all-reduce-scatter.1.clone (p: f32[64,128]) -> f32[8,128] {
-  %a = f32[64,128]{1,0} all-reduce(%p), replica_groups=[1,8]<=[8]
-  ROOT %b = f32[8,128]{1,0} dynamic-slice(%a), dynamic_slice_sizes={8,128}
-}
-ENTRY %main (p: f32[64,128]) -> f32[8,128] {
-  %f = f32[8,128]{1,0} fusion(%p), kind=kCustom,\
- calls=%all-reduce-scatter.1.clone
-}
-"""
+    text = _PROGRAMS["hlo_tpu"]
     sent = hlo.Sent("reduce-scatter", ("fsdp",), 7 / 8 * 64 * 128 * 4)
     assert hlo.collectives(text, {"fsdp": 8}, [1]) == [sent]
 
   def test_rounds_that_the_compiler_knows(self):
-    text = """%body (p: f32[8]) -> f32[8] {
-  %a = bf16[32]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}
-}
-%condition (p: f32[8]) -> pred[] {
-  %n = pred[] fusion(%p), kind=kLoop, calls=%compare
-}
-ENTRY %main (p: f32[8]) -> f32[8] {
-  %w = f32[8]{0} while(%p), condition=%condition, body=%body\
-, backend_config={"known_trip_count":{"n":"28"}}
-}
-"""
+    text = _PROGRAMS["hlo_rounds"]
     (found,) = hlo.collectives(text, {"fsdp": 8}, [1])
     assert found.bytes == 28 * 7 / 8 * 32 * 2
 
@@ -149,29 +122,39 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     assert hlo.kernels(text) == found
 
 
-class TestTopology:
-  def test_gpus_of_a_host_and_chips_of_a_slice(self):
-    assert topology.parse("h100:8") == (CHIPS["h100"], 8)
-    assert topology.parse("v5p:4x4x8") == (CHIPS["v5p"], 128)
-
-  @pytest.mark.parametrize(
-    "name", ["z9:8", "h100", "h100:eight", "h100:0", "v5p:4x"]
-  )
-  def test_others_are_refused(self, name):
+def test_gpus_of_a_host_and_chips_of_a_slice():
+  assert topology.parse("h100:8") == (CHIPS["h100"], 8)
+  assert topology.parse("v5p:4x4x8") == (CHIPS["v5p"], 128)
+  for name in ("z9:8", "h100", "h100:eight", "h100:0", "v5p:4x"):
     with pytest.raises(InputError, match="choose one of v5e.*h100"):
       topology.parse(name)
 
-  @pytest.mark.parametrize("name, extra", [("h100:1", "gpu"), ("v5e:1", "tpu")])
-  def test_a_missing_compiler_is_one_line(self, name, extra, monkeypatch):
-    def fail(*_, **__):
-      raise NotImplementedError("topology not implemented\nat some line")
 
-    monkeypatch.setattr(topology.topologies, "get_topology_desc", fail)
-    with pytest.raises(
-      InputError, match=rf"install -e '.\[{extra}\]'"
-    ) as error:
-      topology.devices_of(name)
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize(
+  "name, extra, version", [("h100:8", "gpu", "cuda12"), ("v5e:1", "tpu", "tpu")]
+)
+def test_a_compiler_that_is_missing_or_fails_is_one_line(
+  name, extra, version, monkeypatch
+):
+  done = mock.Mock()
+  lowered = mock.Mock(**{"compile.return_value": done})
+  failure = jax.errors.JaxRuntimeError
+  done.as_text.side_effect = failure("INTERNAL: async-update\nat some line")
+  said = rf"update: .*async-[^\n]*jax\[{version}\]==[^\n]*$"
+  with pytest.raises(InputError, match=said):
+    topology.compiled("update", lowered, name)
+  # What does not fit is no such failure.
+  done.as_text.side_effect = failure("RESOURCE_EXHAUSTED: memory")
+  with pytest.raises(failure, match="RESOURCE"):
+    topology.compiled("update", lowered, name)
+
+  def fail(*_, **__):
+    raise NotImplementedError("topology not implemented\nat some line")
+
+  monkeypatch.setattr(topology.topologies, "get_topology_desc", fail)
+  said = rf"^[^\n]*install -e '.\[{extra}\]'[^\n]*$"
+  with pytest.raises(InputError, match=said):
+    topology.devices_of(name)
 
 
 def layers_of(sizes, *, update=False):
@@ -196,16 +179,13 @@ class TestEstimate:
     for name, billions in (sizes | {"qwen3-30b-a3b": 30.5}).items():
       found = models.num_params(MODELS[name]) / 1e9
       assert found == pytest.approx(billions, rel=0.005)
-
-  def test_a_model_may_have_its_adapters(self):
     plain = self.sizes("qwen2.5-7b-lora")
     model = models.adapted(plain.config, plain.model)
     sizes = account.Sizes(plain.config, model, plain.mesh)
     assert sizes.parameters == plain.parameters
-    assert sizes.trained("policy") == plain.trained("policy") < 0.02
-    assert sizes.trained("value") == plain.trained("value") < 0.02
-
-  def test_chunks_of_the_head_are_those_of_the_platform(self):
+    for role in ("policy", "value"):
+      assert sizes.trained(role) == plain.trained(role) < 0.02
+    # Chunks of the head are those of the platform.
     assert self.sizes(platform="cpu").head_chunk(1) == 128
     assert self.sizes(platform="gpu").head_chunk(1) > 128
 
@@ -366,28 +346,6 @@ class TestEstimate:
 _PRESET = "--config=configs/vapo.py:qwen2.5-32b"
 
 
-class TestCompiled:
-  def failing(self, message):
-    """Returns a lowered program whose result cannot be read."""
-    done = mock.Mock()
-    done.as_text.side_effect = jax.errors.JaxRuntimeError(message)
-    return mock.Mock(**{"compile.return_value": done})
-
-  @pytest.mark.parametrize(
-    "name, extra", [("v5e:2x4", "tpu"), ("h100:8", "cuda12")]
-  )
-  def test_a_compiler_that_fails_is_one_line_with_the_remedy(self, name, extra):
-    broken = self.failing("INTERNAL: async-update\nat some line")
-    said = rf"update: .*async-[^\n]*jax\[{extra}\]==[^\n]*$"
-    with pytest.raises(InputError, match=said):
-      topology.compiled("update", broken, name)
-
-  def test_what_does_not_fit_is_no_such_failure(self):
-    failing = self.failing("RESOURCE_EXHAUSTED: memory")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE"):
-      topology.compiled("update", failing, "v5e:2x4")
-
-
 class TestScript:
   def test_search_ranks_meshes(self):
     flags = [_PRESET, "--topology=v5p:4x4x4", "--search"]
@@ -413,22 +371,3 @@ class TestScript:
     layers = 7.62e9 - 2 * 3584 * 152_064
     saved = 2 * layers * (bits["bfloat16"] - bits["nf4"]) / 8 / 2**30
     assert held["bfloat16"] - held["nf4"] == pytest.approx(saved, rel=0.01)
-
-  @pytest.mark.parametrize(
-    "flags, says",
-    [
-      ([_PRESET, "--topology=z9:8"], "choose one of v5e, v5p, v6e"),
-      (["--config=configs/vapo.py"], "has no model"),
-      (
-        [_PRESET, "--topology=v5e:2x4", "--search"],
-        "the run fits on no mesh of these chips",
-      ),
-      (
-        [_PRESET, "--mean_response=-5"],
-        "--mean_response=-5: must be in [1, ",
-      ),
-      ([], "no --config; give"),
-    ],
-  )
-  def test_bad_input_is_one_line(self, flags, says):
-    assert says in programs.refused("compile", *flags)

@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from helpers import programs, tiny_run
+from helpers import cases, programs, tiny_run
 from parts import program
 
 from jaxrl_llm import workdir
+
+_PROGRAMS = cases.load("code")
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 10
@@ -146,16 +148,6 @@ class TestResume:
     assert workdir.steps(folder) == [STEPS - 1, STEPS]
 
 
-_LEAVING = """
-from jaxrl_llm import register
-
-def leaving():
-  raise {error}
-
-register.source("leaving", leaving)
-"""
-
-
 @pytest.mark.parametrize(
   ("error", "code", "said"),
   [
@@ -167,19 +159,10 @@ def test_foreign_code_does_not_end_it_with_0(
   start, tmp_path, error, code, said
 ):
   own = tmp_path / "leaving.py"
-  own.write_text(_LEAVING.format(error=error))
+  own.write_text(_PROGRAMS["scripts_leaving"].format(error=error))
   source = {"run__plugins": f"('{own}',)", "data__source": "leaving"}
   process = start(tmp_path / "run", **source, data__settings="{}")
   assert said in fail(process, code)
-
-
-def test_rows_without_a_checkpoint_are_not_overwritten(tmp_path):
-  (tmp_path / "config.json").write_text("{}")
-  (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-  before = tiny_run.snapshot(tmp_path)
-  line = programs.refused("train", f"--workdir={tmp_path}")
-  assert "without checkpoints; mount the disk of" in line and "--config" in line
-  assert tiny_run.snapshot(tmp_path) == before
 
 
 @pytest.mark.slow

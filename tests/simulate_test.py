@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 import simulate as script
-from helpers import programs, scripted
+from helpers import scripted
 
 from jaxrl_llm import simulate
 from jaxrl_llm.rollout.schedule import RolloutSettings
@@ -201,30 +201,23 @@ class TestByHand:
     )
 
 
-@pytest.mark.parametrize(
-  "mode",
-  [
-    lambda x: _in_turns(x, window=int(x.lengths.max())),
-    lambda x: _over_provisioned(x, in_flight=10),
-  ],
-  ids=["window of the longest response", "none in reserve"],
-)
-def test_limits_are_refill(mode):
-  trace = mode(_drawn())
-  for name, value in _in_turns(_drawn()).items():
-    np.testing.assert_array_equal(trace[name], value, err_msg=name)
+def test_limits_are_refill():
+  drawn = _drawn()
+  refill = _in_turns(drawn)
+  for trace in (
+    _in_turns(drawn, window=int(drawn.lengths.max())),
+    _over_provisioned(drawn, in_flight=10),  # None in reserve.
+  ):
+    for name, value in refill.items():
+      np.testing.assert_array_equal(trace[name], value, err_msg=name)
 
 
-class TestOverProvisioned:
-  def test_waits_for_what_is_too_old(self):
-    args = _drawn(prompts=200, between=0.0), _FREE
-    ages = [
-      _over_provisioned(*args, steps=12, in_flight=20, max_staleness=age)[
-        "max_staleness"
-      ].max()
-      for age in (1, math.inf)
-    ]
-    assert ages[0] == 1 < ages[1]
+def test_over_provisioning_waits_for_what_is_too_old():
+  args, ages = (_drawn(prompts=200, between=0.0), _FREE), {}
+  for age in (1, math.inf):
+    trace = _over_provisioned(*args, steps=12, in_flight=20, max_staleness=age)
+    ages[age] = trace["max_staleness"].max()
+  assert ages[1] == 1 < ages[math.inf]
 
 
 class TestAsynchronous:
@@ -331,17 +324,15 @@ class TestCosts:
     assert cost.prefill_token_s == pytest.approx(1e-5)
     assert cost.padded
 
-  def test_fit_knows_no_negative_price(self):
+  def test_fit_knows_no_negative_price_and_refuses_other_rows(self):
     slots = np.array([1.0, 2, 3, 4, 5, 6])
     no = 0 * slots
     rows = np.column_stack([slots, no + 1, slots**2, no, no, 9 - slots])
     ((fixed, per_slot, per_token),) = simulate.fit(rows).decode
     assert fixed > 0 and per_slot == per_token == 0
-
-  @pytest.mark.parametrize("shape", [(5, 6), (9, 4), (9,)])
-  def test_fit_refuses_other_rows(self, shape):
-    with pytest.raises(ValueError, match="decode_calls must have 6 columns"):
-      simulate.fit(np.ones(shape))
+    for shape in ((5, 6), (9, 4), (9,)):
+      with pytest.raises(ValueError, match="decode_calls must have 6 columns"):
+        simulate.fit(np.ones(shape))
 
   def test_an_accelerator_reads_or_multiplies(self):
     cost = simulate.accelerator(
@@ -351,15 +342,14 @@ class TestCosts:
       **{"step_latency_s": 1e-3, "train_forwards": 3, "train_latency_s": 0.0},
       sync_bandwidth=1e9,
     )
+    # 10 tokens attend to 55 positions; training is three times that.
+    prefill = (10 * 2e9 + 55 * 1e5) / 1e14
+    found = cost.prefill_s([10], calls=0), cost.train_s([10]), cost.sync_s
+    assert found == pytest.approx((prefill, 3 * prefill, 2.0))
     # Few slots: 2 GB of weights and 1 GB of KV cache per device at 500 GB/s.
     assert cost.decode_s(2, 2e5) == pytest.approx(1e-3 + 3e9 / 5e11)
     # Many slots: 2 GFLOP per slot at 50 TFLOP/s, half of them on each device.
     assert cost.decode_s(1000, 0) == pytest.approx(1e-3 + 500 * 2e9 / 5e13)
-    # 10 tokens attend to 55 positions; training is three times that.
-    prefill = (10 * 2e9 + 55 * 1e5) / 1e14
-    assert cost.prefill_s([10], calls=0) == pytest.approx(prefill)
-    assert cost.train_s([10]) == pytest.approx(3 * prefill)
-    assert cost.sync_s == 2.0
 
   def test_prices_by_default_are_those_of_the_documented_tables(self):
     page = pathlib.Path(script.__file__).parents[1] / "docs" / "simulation.md"
@@ -399,51 +389,20 @@ class TestScript:
 
   def test_writes_tables_and_a_picture(self, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    assert script.main([*self.small, f"--out={tmp_path}"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("| simulated |") == 2
-    for name in (
-      *("static", "refill", "window", "periodic", "fixed lag 2"),
-      *("fixed lag 4, over-provisioned 1.5", "free-running, lag 1"),
+    np.save(tmp_path / "lengths.npy", np.arange(1, 60))
+    for flags in (
+      (),
+      (f"--lengths={tmp_path}/lengths.npy", "--assume=scheduler_step_s=0.5"),
     ):
-      assert printed.count(f"| {name} |") == 2
-    assert "simulated" in (tmp_path / "table.md").read_text()
+      assert script.main([*self.small, *flags, f"--out={tmp_path}"]) == 0
+      printed = capsys.readouterr().out
+      assert ("lengths.npy" in printed) == bool(flags)
+      for name in (
+        *("simulated", "static", "refill", "window", "periodic", "fixed lag 2"),
+        *("fixed lag 4, over-provisioned 1.5", "free-running, lag 1"),
+      ):
+        assert printed.count(f"| {name} |") == 1 + (not flags)
+      table = (tmp_path / "table.md").read_text()
+      assert "simulated" in table
+      assert ("scheduler_step_s 0.5" in table) == bool(flags)
     assert (tmp_path / "schedules.png").stat().st_size > 10_000
-
-  def test_takes_lengths_and_assumptions(self, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    lengths = tmp_path / "lengths.npy"
-    np.save(lengths, np.arange(1, 60))
-    flags = [f"--lengths={lengths}", "--assume=scheduler_step_s=0.5"]
-    assert script.main([*self.small, *flags, f"--out={tmp_path}"]) == 0
-    assert "lengths.npy" in capsys.readouterr().out
-    assert "scheduler_step_s 0.5" in (tmp_path / "table.md").read_text()
-
-  @pytest.mark.parametrize("name", ["empty.npy", "empty.csv"])
-  @pytest.mark.filterwarnings("ignore:loadtxt")
-  def test_an_empty_file_is_one_line(self, tmp_path, name):
-    file = tmp_path / name
-    file.touch()
-    flags = f"--lengths={file}", f"--out={tmp_path}"
-    assert name in programs.refused(script.main, *self.small, *flags)
-
-  @pytest.mark.parametrize(
-    "flags, said",
-    [
-      (["--slots=0"], "--slots=0"),
-      (["--median=x"], "'x' is not a number"),
-      (["--seed=-1"], "--seed=-1 must be at least 0"),
-      (["--median=5,9"], "equally many numbers"),
-      (["--lengths=nowhere.npy"], "nowhere.npy"),
-      (["--assume=wheels=4"], "bandwidth"),
-      (["--assume=devices=none"], "'none' is not a number"),
-      (["--assume=devices=0"], "above 0"),
-      (["--p99=inf"], "--p99"),
-      (["--p99=0.5"], "--p99"),
-      (["--window=2"], "--window"),
-      (["--over_provision=9", "--max_staleness=2"], "max_staleness=2"),
-    ],
-  )
-  def test_bad_input_is_one_line(self, flags, said, tmp_path):
-    given = *self.small, *flags, f"--out={tmp_path}"
-    assert said in programs.refused(script.main, *given)

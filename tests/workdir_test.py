@@ -2,10 +2,11 @@
 
 import fcntl
 import json
+import pathlib
 import shutil
 
 import pytest
-from helpers import registries, tiny_run
+from helpers import cases, registries, tiny_run
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import register
@@ -15,28 +16,10 @@ from jaxrl_llm.config import presets
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.trainer.workdir import Workdir
 
-SWITCHES = {
-  "schedule.window": 3,
-  "schedule.replay": 0.5,
-  "method.distill.teachers": "model",
-  "method.sapo.share_in": "shared",
-  "method.sapo.replay_from": ("shared",),
-  "method.sgpo.profile": "model",
-  "loss.kl_coefficient": 0.2,
-  "loss.kl_reward_coefficient": 0.3,
-}
-# One of every type: int, float, bool, str, None, tuple.
-ALLOWED = {
-  "run.steps": 9,
-  "optimizer.policy.learning_rate": 1e-5,
-  "loss.clip_value": 0.5,
-  "model.remat_policy": "none",
-  "loss.mode": "dr-grpo",
-  "sampler.stop": ("\n", "."),
-  "value.pretrain_steps": 0,
-  "data.prompts_per_step": 4,
-  "data.on_long": "drop",
-}
+SWITCHES, ALLOWED = (
+  {k: tuple(x) if isinstance(x, list) else x for k, x in table.items()}
+  for table in cases.load("resumes").values()
+)
 
 
 def keys_that(resume):
@@ -125,23 +108,20 @@ class TestRefused:
     assert {*keys_that(config_lib.FIXED), *SWITCHES, *ALLOWED} <= known
 
   def test_a_fixed_setting(self, start):
-    with registries.registered():
-      register.loss("other", lambda logprobs, advantages: None)
-      self.check_fixed(start)
-
-  def check_fixed(self, start):
     # These are read to compare the rest.
     others = {"data.source": "sums", "estimator.name": "group"}
     others |= {"loss.name": "other", "method.use": ["gspo"]}
     folder, fixed = start(make()), keys_that(config_lib.FIXED)
     assert {"run.seed", "model.path", "data.path", "estimator.name"} < {*fixed}
-    for key in fixed:
-      old = config_lib.get(make(), key)
-      old = old.to_dict() if hasattr(old, "to_dict") else old
-      old = list(old) if isinstance(old, tuple) else old  # As in JSON.
-      new = others.get(key) or other(old)
-      text = refusal(folder, changed({key: new}))
-      assert f"config.{key}: {old!r} -> {new!r}" in text
+    with registries.registered():
+      register.loss("other", lambda logprobs, advantages: None)
+      for key in fixed:
+        old = config_lib.get(make(), key)
+        old = old.to_dict() if hasattr(old, "to_dict") else old
+        old = list(old) if isinstance(old, tuple) else old  # As in JSON.
+        new = others.get(key) or other(old)
+        text = refusal(folder, changed({key: new}))
+        assert f"config.{key}: {old!r} -> {new!r}" in text
 
   def test_the_model_may_be_moved_but_not_replaced(self, start, model):
     folder = start(make())
@@ -177,34 +157,31 @@ class TestRefused:
   @pytest.mark.parametrize(
     "schedule", [{"schedule__window": 3}, {"schedule__stop": "first_groups"}]
   )
-  @pytest.mark.parametrize("key", keys_that(config_lib.IN_FLIGHT))
-  def test_responses_in_flight_keep_their_slots(self, start, schedule, key):
+  def test_responses_in_flight_keep_their_slots(self, start, schedule):
     folder = start(make(**schedule))
-    text = refusal(folder, changed({key: 2}, **schedule))
-    assert f"config.{key}: " in text
+    for key in keys_that(config_lib.IN_FLIGHT):
+      text = refusal(folder, changed({key: 2}, **schedule))
+      assert f"config.{key}: " in text
 
-  @pytest.mark.parametrize("key", keys_that(config_lib.HELD_OUT))
-  def test_what_is_held_out_stays_so(self, start, key):
+  def test_what_is_held_out_stays_so(self, start):
     file = {"data__source": "jsonl", "data__path": "x.jsonl"}
-    value = {"data.holdout": 0.5, "eval.source": "sums"}.get(key, "y.jsonl")
-    text = refusal(start(make(**file)), changed({key: value}, **file))
-    assert f"config.{key}: " in text
+    folder = start(make(**file))
+    for key in keys_that(config_lib.HELD_OUT):
+      value = {"data.holdout": 0.5, "eval.source": "sums"}.get(key, "y.jsonl")
+      text = refusal(folder, changed({key: value}, **file))
+      assert f"config.{key}: " in text
 
   def test_a_source_with_splits_holds_nothing_out(self, start):
     changes = Workdir(start(make())).changes(changed({"eval.path": "y.jsonl"}))
     assert list(changes) == ["eval.path"]
 
-  @pytest.mark.parametrize("changes", ["", ', "changes": {"a": 3}'])
-  def test_a_damaged_record(self, start, changes):
+  def test_a_damaged_record_or_a_run_without_its_settings(self, start):
     folder = start(make())
-    text = f'{{"step": 1{changes}}}\n'
-    (folder / "config_changes.jsonl").write_text(text)
     said = "config_changes.jsonl: 'changes' must map keys"
-    with pytest.raises(InputError, match=said):
-      Workdir(folder).changes(make())
-
-  def test_a_run_without_its_settings(self, start):
-    folder = start(make())
+    for text in ("", ', "changes": {"a": 3}'):
+      (folder / "config_changes.jsonl").write_text(f'{{"step": 1{text}}}\n')
+      with pytest.raises(InputError, match=said):
+        Workdir(folder).changes(make())
     (folder / "config.json").unlink()
     with pytest.raises(InputError, match="config.json: cannot be read"):
       Workdir(folder).changes(make())
@@ -260,23 +237,22 @@ class TestDamaged:
 
 
 class TestAllowed:
-  def test_nothing_changed(self, start):
+  def test_are_kept_beside_the_settings_of_the_start(self, start):
     folder = start(make())
     before = tiny_run.snapshot(folder)
     Workdir(folder).record(3, Workdir(folder).changes(make()))
     assert tiny_run.snapshot(folder) == before
-
-  @pytest.mark.parametrize("key", ALLOWED)
-  def test_is_kept_beside_the_settings_of_the_start(self, start, key):
-    folder = start(make())
-    first = (folder / "config.json").read_bytes()
-    config = changed({key: ALLOWED[key]})
-    changes = Workdir(folder).changes(config)
-    assert list(changes) == [key]
-    Workdir(folder).record(3, changes)
-    assert (folder / "config.json").read_bytes() == first
-    assert workdir_lib.read_config(folder).to_dict() == config.to_dict()
-    assert Workdir(folder).changes(config) == {}
+    given = {}
+    for key, value in ALLOWED.items():
+      given[key] = value
+      config = changed(given)
+      changes = Workdir(folder).changes(config)
+      assert list(changes) == [key]
+      Workdir(folder).record(3, changes)
+      assert workdir_lib.read_config(folder).to_dict() == config.to_dict()
+      assert Workdir(folder).changes(config) == {}
+    first = pathlib.Path("config.json")
+    assert tiny_run.snapshot(folder)[first] == before[first]
 
   def test_data_that_was_moved(self, start):
     source = {"data__source": "jsonl", "data__path": "x.jsonl"}

@@ -1,7 +1,7 @@
 """Settings that would hang, exhaust memory or be meaningless are rejected."""
 
 import pytest
-from helpers import tiny_run
+from helpers import cases, tiny_run
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.config import schema
@@ -9,24 +9,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build, validation
 
 _INF, _NAN = float("inf"), float("nan")
-_HUGE = 10**9
-_SETTINGS = {
-  "chain_sum": [
-    *({"min_ops": 3, "max_ops": _HUGE}, {"min_ops": _HUGE, "max_ops": _HUGE}),
-    *({"min_ops": 4, "max_ops": 3}, {"min_ops": 0}, {"min_ops": None}),
-    *({"max_ops": 2, "eval_size": _HUGE}, {"eval_size": 10**7}),
-    *({"eval_size": 0}, {"nope": 1}, {"seed": 5}, {"split": "x"}),
-    *({"max_ops": x} for x in (1e30, "9", 2.5, True, _INF, _NAN)),
-  ],
-  "remainder": [
-    *({"max_ops": x} for x in (_HUGE, 0)),
-    *({"tail": x} for x in (1e9, -1, _NAN, "1")),
-  ],
-  "sums": [
-    *({"digits": x} for x in (_HUGE, 3, "2")),
-    *({"eval_size": x} for x in (_HUGE, 8100, -1)),
-  ],
-}
+_SOURCES = cases.load("settings")["sources"]
 # Key -> values that its type and the table of settings allow.
 _VALUES = {
   "data.max_prompt_length": [10**9],
@@ -62,10 +45,7 @@ def one_line(config):
   return said
 
 
-@pytest.mark.parametrize(
-  ("source", "settings"),
-  [(name, case) for name, cases in _SETTINGS.items() for case in cases],
-)
+@cases.table("source, settings", [*_SOURCES, ("chain_sum", {"min_ops": None})])
 def test_settings_of_a_task(model, source, settings):
   config = tiny_run.make_config(model)
   config.data.source, config.data.settings = source, settings

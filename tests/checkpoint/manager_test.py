@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from helpers import cases
 
 from jaxrl_llm import checkpoint, digest, sharding
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
+
+_CASES = cases.load("checkpoint")
 
 TOLD = {"states": {"version": 3, "position": 12, "share": 0.1, "name": "é"}}
 
@@ -257,17 +260,7 @@ class TestUnreadable:
     with pytest.raises(InputError, match="final_norm/scale is not part of"):
       checkpoint.load(tmp_path / "3", {"policy": policy})
 
-  @pytest.mark.parametrize(
-    ("content", "said"),
-    [
-      ("[]", "checkpoint format None, but"),
-      ('{"format": "6"}', "checkpoint format '6', but"),
-      ('{"format": 5}', "format 5, but this version of jaxrl_llm reads 7;"),
-      ('{"format": 8}', "reads 7; use the version that wrote it, or another"),
-      ('{"format": 7}', "damaged (COMMIT has no 'leaves')"),
-      ('{"format": 7, "leaves": {}}', "damaged (COMMIT has no 'states')"),
-    ],
-  )
+  @cases.table("content, said", _CASES["of_other_content_with_its_checksum"])
   def test_of_other_content_with_its_checksum(self, tmp_path, content, said):
     (tmp_path / "3").mkdir()
     text = f"{content}\n"

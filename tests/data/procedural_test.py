@@ -5,25 +5,12 @@ import hashlib
 import numpy as np
 import pretraining
 import pytest
+from helpers import cases
 
 from jaxrl_llm.data import remainder, tasks
 
 TASKS = {"chain_sum": tasks.ChainSum, "remainder": remainder.Remainder}
-# Training and evaluation problems, on which shipped bases and curves depend.
-GOLDEN = {
-  "chain_sum": "6+1-5+6+3+8+1? 5-2+5+2+2-4+9? 6-3-2?"
-  " 5-5+9-6+1+9+1? 7-1+1+5-4+2? 2+2-1-3?",
-  "remainder": "37-6? 4-4? 32-5? 63-6? 21-4? 19-4?",
-}
-# Solutions: guesses, wrong steps, and in chain_sum overlooked minus signs.
-NOISY = {
-  "chain_sum": "#7. 2+3=5;5+9=14;14+6=20;20-1=9;9-6=3;3+8=11;#11."
-  " 2+4=6;6-1=5;5-4=1;1+8=9;#9. 8+3=11;11+6=17;17+3=20;20+4=24;#24."
-  " 5+6=12;12+3=15;#15. 6+1=7;7+4=11;11+9=20;20+7=27;#27.",
-  "remainder": "#6. 4-3=11;11-3=8;8-3=5;5-3=2;#2. #0."
-  " 33-4=29;29-4=25;25-4=21;21-4=17;17-4=13;13-4=9;9-4=5;5-4=1;#1. #6."
-  " 5-4=1;#1.",
-}
+_CASES = cases.load("problems")
 DIGESTS = {"chain_sum": "1a827cd2dcc3be65", "remainder": "efb83662a0ec894b"}
 # One held-out problem too many: training needs one of 126 sums of two numbers
 # and one of 42 divisions that end after one line.
@@ -55,7 +42,7 @@ def test_index_alone_decides(task):
 @either
 def test_golden_problems(task):
   found = questions(task, 3) + questions(task, 3, split="eval")
-  assert found == GOLDEN[task].split()
+  assert found == _CASES["golden"][task].split()
 
 
 @either
@@ -94,6 +81,8 @@ def test_noisy_solutions_are_those_of_the_shipped_bases(task):
     pretraining.noisy_solution(rng, source.problem(i), max_length=64)
     for i in range(2000)
   ]
-  assert [solution.text for solution in drawn[6:12]] == NOISY[task].split()
+  assert [solution.text for solution in drawn[6:12]] == _CASES["noisy"][
+    task
+  ].split()
   text = "\n".join(f"{solution.text}{solution.stops}" for solution in drawn)
   assert hashlib.sha256(text.encode()).hexdigest()[:16] == DIGESTS[task]

@@ -6,10 +6,13 @@ import json
 
 import pretraining
 import pytest
+from helpers import cases
 
 from jaxrl_llm.data import prompt_source, tasks
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
+
+_CASES = cases.load("prompts")
 
 CHATML = (
   "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}<s>"
@@ -136,17 +139,7 @@ class TestTemplates:
     with pytest.raises(InputError, match=f"x: column '{[*own][0]}' is no"):
       prompt_source.chat(tokenizer)(row)
 
-  @pytest.mark.parametrize(
-    "end, stops",
-    [
-      ("</s>", True),
-      (" \n</s><s>", True),
-      ("\n", True),
-      ("<s>", False),
-      ("\n<s></s>", False),
-      ("end</s>", False),
-    ],
-  )
+  @cases.table("end, stops", _CASES["answers_end_with_a_stop_token"])
   def test_answers_end_with_a_stop_token(self, tokenizer, end, stops):
     mine = copy.copy(tokenizer)
     mine.chat_template = (

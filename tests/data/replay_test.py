@@ -8,9 +8,7 @@ from helpers import doors, tiny_run
 
 from jaxrl_llm import register
 from jaxrl_llm.data.replay import Replay
-from jaxrl_llm.errors import InputError
 from jaxrl_llm.methods.dart import Successes
-from jaxrl_llm.trainer import build
 from jaxrl_llm.types import join_rows, unjudged
 
 
@@ -172,33 +170,3 @@ def test_a_run_replays_and_resumes_bit_for_bit(model, tmp_path, changes):
   if "schedule__lag" not in changes:  # Without stale tokens.
     assert rows[2]["sampler_trainer/logprob_diff_max"] < 1e-5
     assert rows[2]["rollout/tokens"] < 0.8 * rows[1]["rollout/tokens"]
-
-
-@pytest.mark.parametrize(
-  ("changes", "said"),
-  [
-    ({"schedule__window": 4}, "use schedule.window=0"),
-    ({"schedule__stop": "first_groups"}, "use schedule.stop='all'"),
-    (
-      {"schedule__streaming": True, "optimizer__policy__mini_batch": 16},
-      "use schedule.streaming=False",
-    ),
-    ({"schedule__lag": 1, "method__use": ("kept_weights",)}, "older than"),
-    ({"schedule__replay": 0.1}, "less than one group"),
-    (
-      {"schedule__replay": 0.0, "method__use": ("dart",)},
-      "there is no store",
-    ),
-    (
-      {"schedule__dynamic_sampling": True, "method__use": ("dart",)},
-      "drops unsolved groups",
-    ),
-    ({"schedule__replay_capacity": 1}, "must hold the 2 groups"),
-  ],
-)
-def test_is_refused(model, changes, said):
-  given = {"schedule__replay": 0.5} | changes
-  if "schedule__window" in changes:
-    given |= {"estimator__name": "gae", "loss__overlong_filter": False}
-  with pytest.raises(InputError, match=said):
-    build.make_run(doors.make_config(model, **given))

@@ -9,10 +9,13 @@ import zipfile
 
 import pyarrow
 import pytest
+from helpers import cases
 from pyarrow import parquet
 
 from jaxrl_llm.data import rows, sources, tasks
 from jaxrl_llm.errors import InputError
+
+_CASES = cases.load("sources")
 
 
 def jsonl(path, *lines, name="data"):
@@ -52,28 +55,7 @@ class TestLayouts:
       tasks.Example("data-3", "\u00e9?", "4", "data", None, bare),
     ]
 
-  @pytest.mark.parametrize(
-    "fields, answer",
-    [
-      *(({"answer": x}, str(x)) for x in (3, 3.0, 10**30)),
-      *(({"answer": 0.00001}, "0.00001"), ({"answer": -2.5e-7}, "-0.00000025")),
-      ({"answer": 1e16}, "1" + "0" * 16),
-      # Columns of data sets for TRL, of OlympiadBench and of verl.
-      *(({"ground_truth": "2"}, "2"), ({"solution": "2"}, "2")),
-      *(({"answer": "2", x: "1+1"}, "2") for x in ("ground_truth", "solution")),
-      *(({"final_answer": ["2"]}, "2"), ({"answer": [[2.5]]}, "2.5")),
-      ({"reward_model": {"ground_truth": ["2"]}}, "2"),
-      ({"reward_model": {"ground_truth": {"target": ["2"]}}}, "2"),
-      (
-        {"reward_model": {"ground_truth": {"a": [1], "b": 2}}},
-        '{"a": [1], "b": 2}',
-      ),
-      *(({"answer": [[1, 2], [3, 4]]}, "[[1, 2], [3, 4]]"),),
-      ({"answer": "[2]"}, "[2]"),  # Text, such as an interval.
-      # GSM8K has its solution in the answer.
-      ({"answer": "<<2*36=72>>72\n#### 72"}, "<<2*36=72>>72\n#### 72"),
-    ],
-  )
+  @cases.table("fields, answer", _CASES["answers"])
   def test_answers(self, fields, answer):
     assert example(question="1+1?", **fields).answer == answer
 
@@ -116,19 +98,10 @@ class TestLayouts:
     pairs = [{"x": 1}]
     assert example(prompt="1+1?", solution=pairs).completion == pairs
 
-  @pytest.mark.parametrize(
-    "message, shown",
-    [
-      ({"role": "assistant", "content": None}, "'assistant'"),
-      ({"role": "user", "content": [{"type": "image", "url": "x"}]}, "'image'"),
-      ({"role": "user", "content": [{"text": "a"}, 3]}, "'a'"),
-      ({"role": 3, "content": "a"}, "'role': 3"),
-      ("a", "'a'"),
-    ],
-  )
+  @cases.table("message, shown", _CASES["messages"])
   def test_a_message_of_another_kind_is_named(self, message, shown):
     with pytest.raises(InputError, match=f"message 3 of 'prompt' is .*{shown}"):
-      example(prompt=[*ASKED, message])
+      example(prompt=[*ASKED, json.loads(message)])
 
   def test_columns_of_other_names(self, tmp_path):
     path = jsonl(tmp_path, {"problem": "1?", "meta": {"gold": 1, "n": 7}})
@@ -193,44 +166,11 @@ class TestFiles:
     assert found.answer == ""
     assert found.columns == {"prompt": "1?", "answer": None, "level": None}
 
-  @pytest.mark.parametrize(
-    "line, match",
-    [
-      (b"{nope", "not JSON"),
-      (
-        b'{"answer": "1", "question": "1?", "answer": "2"}',
-        "'answer' is given",
-      ),
-      (b"[" * 100_000, "not JSON"),
-      (b'{"question": "1", "answer": NaN}', "NaN is not a JSON number"),
-      (b'"text"', "not a JSON object"),
-      (b"null", "not a JSON object"),
-      (b"\xff", "not UTF-8 .* byte 0xff in position 0"),
-      ({"question": "1?"}, "no field 'answer'; it has 'question'; map them"),
-      *(
-        ({"question": "1?", "answer": x}, "'answer' is null; give it a value")
-        for x in (None, [None], [])
-      ),
-      ({}, "or 'question'; the row is empty; remove it"),
-      ({"answer": "1"}, "'prompt' or 'messages' or 'question'; it has 'ans"),
-      ({"prompt": "1", "messages": ASKED}, "give either 'prompt' or 'mess"),
-      ({**GOOD, "answer": True}, "'answer' is a bool; give a text or a num"),
-      (
-        {**GOOD, "question": " "},
-        "'question' is ' '; give a text that is not blank",
-      ),
-      ({**GOOD, "question": 3}, "'question' is 3; give a text, or a list of"),
-      ({"prompt": [{"role": "user"}]}, "'prompt' is .*; give a text, or a l"),
-      ({"prompt": []}, r"'prompt' is \[\]; give a text, or a list"),
-      (b'{"question": "\\ud800", "answer": "1"}', "surrogate"),
-      (
-        b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": "1"}',
-        "'prompt' contains an unpaired surrogate",
-      ),
-    ],
+  @cases.table(
+    "line, match", [*_CASES["malformed"], ["[" * 100_000, "not JSON"]]
   )
   def test_a_malformed_line_is_named(self, tmp_path, line, match):
-    path = jsonl(tmp_path, GOOD, line)
+    path = jsonl(tmp_path, GOOD, line.encode("latin-1"))
     with pytest.raises(InputError, match=match) as caught:
       read(path)
     assert str(caught.value).startswith(f"{path}:2: ")
@@ -367,14 +307,7 @@ class TestTfds:
     # The usual name for evaluation.
     assert self.make(tfds_dir, split="eval")[1].id == "tiny_sums/test-1"
 
-  @pytest.mark.parametrize(
-    "change, match",
-    [
-      ({"split": "validation"}, "cannot be opened"),
-      ({"path": "no_such_sums"}, "cannot be opened"),
-      ({"split": "train[:0]"}, "cannot be opened|is empty"),
-    ],
-  )
+  @cases.table("change, match", _CASES["bad_names_are_one_line"])
   def test_bad_names_are_one_line(self, tfds_dir, change, match):
     with pytest.raises(InputError, match=match) as caught:
       self.make(tfds_dir, **change)
@@ -410,17 +343,7 @@ class TestMakeSource:
       {"split": "s", "seed": 3, "level": 2},
     ]
 
-  @pytest.mark.parametrize(
-    "name, settings, match",
-    [
-      ("csv", {}, "'csv' is unknown.*chain_sum"),
-      ("jsonl", {}, "'jsonl' needs data.path"),
-      ("sums", {"max_ops": 2}, "max_ops.*the settings of 'sums' are digits, e"),
-      ("sums", {"split": "eval"}, "data.settings has 'split'; set data.split"),
-      ("sums", {"seed": 1}, "data.settings has 'seed'; set run.seed"),
-      ("sums", {"digits": 9}, "digits must be 1 or 2"),
-    ],
-  )
+  @cases.table("name, settings, match", _CASES["refusals"])
   def test_refusals(self, name, settings, match):
     with pytest.raises(InputError, match=match):
       sources.make_source(name, settings)

@@ -7,28 +7,21 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from helpers import doors, tiny_run
+from helpers import cases, doors, tiny_run
 
 from jaxrl_llm import register, rewards
-from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.adapters import Comparison
 from jaxrl_llm.system import plugin
 from jaxrl_llm.trainer import build, loop
 
-OWN = """
-def longest(texts, verdicts):
-  while "hang" in texts:
-    pass
-  most = max(map(len, texts))
-  return [v.correct and len(t) == most for t, v in zip(texts, verdicts)]
-"""
+_PROGRAMS = cases.load("code")
 
 LABELS = {"method__use": ("majority",)}
 
 
 def test_has_the_time_and_the_process_of_a_reward(tmp_path, monkeypatch):
   monkeypatch.setattr("sys.path", list(sys.path))
-  (tmp_path / "own_longest.py").write_text(OWN)
+  (tmp_path / "own_longest.py").write_text(_PROGRAMS["group_reward_own"])
   fn = plugin.load(str(tmp_path / "own_longest.py")).longest
   right = dataclasses.astuple(rewards.Verdict(True))
   calls = [
@@ -84,27 +77,6 @@ def test_a_failed_reward_is_still_reported(model):
   *_, collected = tiny_run.collect(run)
   (sample,) = collected.new_failures
   assert "KeyError" in sample.error
-
-
-def test_a_window_is_refused(model):
-  config = doors.make_config(
-    model,
-    **LABELS,
-    schedule__window=4,
-    estimator__name="gae",
-    loss__overlong_filter=False,
-  )
-  with pytest.raises(
-    InputError, match=r"window=4 with .*use=.'majority',.: resp"
-  ):
-    build.make_run(config)
-
-
-def test_one_that_a_method_replaces_is_refused(model):
-  register.group_reward("picky", lambda texts, verdicts: verdicts)
-  config = doors.make_config(model, reward__group="picky", **LABELS)
-  with pytest.raises(InputError, match="'picky': a method replaces it; leave"):
-    build.make_run(config)
 
 
 def test_one_that_fails_leaves_its_group_unjudged(model, tmp_path):

@@ -82,11 +82,6 @@ def test_a_line_that_is_being_written(tmp_path, capsys):
   assert run(tmp_path, capsys)[0] == 0
 
 
-def test_an_empty_folder(tmp_path, capsys):
-  said = f"detect: {tmp_path}: no file HOST.jsonl\n"
-  assert run(tmp_path, capsys) == (2, "", said)
-
-
 def test_who_is_slow(tmp_path, capsys):
   for host in range(3):
     write(tmp_path, f"process-{host}", steps(slow=2.0 if host == 2 else 1.0))
@@ -149,27 +144,3 @@ def test_says_which_roles_are_too_small(tmp_path, capsys):
     "none of the 5 hosts is faulty",
     "not compared: 2 of role 'reward' (at least 3)",
   ]
-
-
-@pytest.mark.parametrize(
-  ("text", "says"),
-  [
-    ("", "a.jsonl: there are no rows"),
-    ('{"time": 1}\n[1]\n', "a.jsonl:2"),
-    ('{"time": 1}\n', "no metrics"),
-    ('{"time": "now"}\n', "a.jsonl:1: no number 'time'; give Unix seconds"),
-    ('{"time": 1, "step": 1}\n', "a.jsonl:1: no number 'time/step_s'"),
-    ('{"time": 1e999}\n', "a.jsonl:1"),
-    ('{"time": 1' + "0" * 400 + "}\n", "a.jsonl:1: no number 'time'"),
-    ('{"time": 1, "step": [1]}\n', "a.jsonl:1: 'step' is not an integer"),
-    (
-      '{"time": 1, "step": 1, "time/step_s": 1}\n{"time": 2}\n',
-      "some rows are steps",
-    ),
-  ],
-)
-def test_bad_files_are_one_line(tmp_path, capsys, text, says):
-  (tmp_path / "a.jsonl").write_text(text)
-  code, out, err = run(tmp_path, capsys)
-  assert code == 2 and out == "" and err.count("\n") == 1
-  assert err.startswith("detect: ") and says in err

@@ -101,8 +101,9 @@ class TestMedianScores:
   def test_a_metric_that_stands_still_has_no_suspect(self):
     assert np.all(fleet.median_scores(np.ones((4, 100, 1))) == 0)
 
-  def test_ticks_of_a_coarse_metric_are_no_change(self):
-    x = np.full((5, 900, 1), 47.0)
+  @pytest.mark.parametrize("level", [-47.0, 47.0])
+  def test_ticks_of_a_coarse_metric_are_no_change(self, level):
+    x = np.full((5, 900, 1), level)
     for host, second in ((0, 300), (2, 450), (4, 500)):
       x[host, second:] += 0.1  # A disk that fills up, in tenths of a percent.
     assert fleet.detect(x) == []
@@ -238,6 +239,16 @@ class TestDetect:
   def test_a_frozen_metric_is_a_fault(self):
     x = noise()
     x[4, 200:, 1] = 0.1  # Its level is unchanged.
+    assert detected(x) == [(4, 1)]
+
+  def test_a_restless_metric_is_a_fault(self):
+    x = noise()
+    x[4, 200:, 1] *= 8.0  # Around the same level.
+    assert detected(x) == [(4, 1)]
+
+  def test_a_metric_whose_samples_get_lost_is_a_fault(self):
+    x = noise()
+    x[4, 200:, 1][np.random.default_rng(3).random(400) < 0.6] = np.nan
     assert detected(x) == [(4, 1)]
 
   @pytest.mark.parametrize("share", [0.8, 1.0])

@@ -13,45 +13,12 @@ noise, course of jobs, and shapes of faults.
 """
 
 import numpy as np
+from helpers import cases, fleets
 from helpers.fleets import Episode
 
-# Working level, idle level, noise as a fraction of the level, response to the
-# phases of a step.
-_JOBS = {
-  "pfc_tx_rate": (40.0, 0.2, 0.12, 0.5),
-  "cpu_usage": (55.0, 6.0, 0.04, 0.4),
-  "gpu_duty_cycle": (98.0, 0.0, 0.01, 0.3),
-  "gpu_power": (560.0, 185.0, 0.02, 0.4),
-  "gpu_graphics": (94.0, 0.0, 0.02, 0.3),
-  "gpu_tensor": (58.0, 0.0, 0.05, 0.8),
-  "nvlink_bandwidth": (210.0, 0.3, 0.06, 0.8),
-  "memory_usage": (62.0, 34.0, 0.004, 0.0),
-  "tcp_throughput": (92.0, 0.1, 0.08, 0.6),
-  "gpu_temperature": (67.0, 39.0, 0.005, 0.05),
-  "gpu_clock": (1750.0, 600.0, 0.01, 0.05),
-  "hbm_usage": (76.0, 71.0, 0.003, 0.0),
-  "disk_throughput": (25.0, 1.0, 0.15, 0.1),
-  "rdma_throughput": (310.0, 0.1, 0.05, 0.8),
-}
-# Kind -> share, metrics with the range of the factor, probability of a spread.
-_FALL = (0.0, 0.6)
-_GPU = dict.fromkeys(
-  ("gpu_duty_cycle", "gpu_power", "gpu_graphics", "gpu_tensor", "gpu_clock"),
-  _FALL,
-)
-_LINKS = dict.fromkeys(
-  ("nvlink_bandwidth", "tcp_throughput", "rdma_throughput"), _FALL
-)
-_JOBS_FAULTS = {
-  "ecc": (0.4, {"cpu_usage": _FALL, **_GPU}, 0.0),
-  "pcie": (0.1, {"pfc_tx_rate": (2.0, 20.0), **_LINKS}, 0.6),
-  "nic": (0.1, {**_LINKS, "cpu_usage": (0.2, 0.7)}, 0.3),
-  "cuda": (0.15, {**_GPU, "memory_usage": (0.3, 0.7)}, 0.2),
-  "storage": (0.08, {"cpu_usage": _FALL, "disk_throughput": (0.0, 0.3)}, 0.0),
-  "leak": (0.05, {"memory_usage": (1.3, 1.6)}, 0.0),
-  "heat": (0.05, {"gpu_temperature": (1.25, 1.5), "gpu_clock": _FALL}, 0.0),
-  "silent": (0.07, dict.fromkeys(_JOBS, (1.0, 1.0)), 0.0),
-}
+_CASES = cases.load("fleets")
+_JOBS, _JOBS_FAULTS = _CASES["jobs"], _CASES["jobs_faults"]
+_SITES, _SITES_FAULTS = _CASES["sites"], _CASES["sites_faults"]
 
 
 def jobs(seed: int, *, hosts: int, faulty: bool, hard: bool) -> Episode:
@@ -72,7 +39,7 @@ def jobs(seed: int, *, hosts: int, faulty: bool, hard: bool) -> Episode:
   day = np.sin(2 * np.pi * (time / 86400 + rng.random()))[:, None]
   level = idle + (level - idle) * on[:, None]
   level *= 1 + rng.uniform(0, 0.3, count) * (day - day[0])
-  x = _red(rng, (hosts, seconds, count), rng.uniform(0, 0.7))
+  x = fleets.red(rng, (hosts, seconds, count), rng.uniform(0, 0.7))
   x *= (share * more).astype(np.float32)
   x = (1 + x) * level.astype(np.float32)
   x += rng.normal(0, 0.002 * work, x.shape).astype(np.float32)
@@ -179,71 +146,12 @@ def _jobs_shape(rng, left):
   return np.ones(left)
 
 
-def _red(rng, shape, hangs) -> np.ndarray:
-  """Draws noise of variance 1 that is autocorrelated along axis 1."""
-  x = rng.standard_normal(shape, np.float32)
-  for t in range(1, shape[1]):
-    x[:, t] = hangs * x[:, t - 1] + np.sqrt(1 - hangs**2) * x[:, t]
-  return x
-
-
 def _lose(rng, x, share) -> None:
   """Removes single samples, and whole hosts for some seconds, in place."""
   x[rng.random(x.shape, np.float32) < share] = np.nan
   for _ in range(rng.poisson(0.15 * len(x))):
     start = rng.integers(x.shape[1])
     x[rng.integers(len(x)), start : start + rng.integers(5, 50)] = np.nan
-
-
-# Levels in which a job works, hangs and is idle; tail of the noise.
-_SITES = {
-  "cpu_usage": (38.0, 30.0, 2.5),
-  "pfc_tx_rate": (3.0, 0.1, 0.05),
-  "gpu_duty_cycle": (96.0, 100.0, 0.0),
-  "gpu_power": (610.0, 260.0, 120.0),
-  "gpu_tensor": (41.0, 0.5, 0.0),
-  "memory_usage": (48.0, 48.0, 20.0),
-  "tcp_throughput": (11.0, 0.3, 0.05),
-  "ib_port_xmit": (180.0, 0.05, 0.02),
-  "ib_port_rcv": (178.0, 0.05, 0.02),
-  "fan_rpm": (9200.0, 7000.0, 5200.0),
-  "hbm_temperature": (81.0, 66.0, 47.0),
-  "hbm_bandwidth": (2100.0, 5.0, 0.0),
-  "sm_clock": (1410.0, 1600.0, 210.0),
-  "context_switches": (42000.0, 30000.0, 1500.0),
-  "nvme_read": (450.0, 1.0, 0.5),
-  "dram_used": (780.0, 780.0, 300.0),
-  "load_average": (24.0, 22.0, 0.8),
-}
-_SITES_FAULTS = {
-  "device": (
-    0.45,
-    dict.fromkeys(
-      ("gpu_duty_cycle", "gpu_power", "gpu_tensor", "hbm_bandwidth"),
-      (0.0, 0.7),
-    )
-    | {"cpu_usage": (0.1, 0.7), "sm_clock": (0.3, 0.7)},
-    0.15,
-  ),
-  "network": (
-    0.25,
-    dict.fromkeys(("ib_port_xmit", "ib_port_rcv", "tcp_throughput"), (0, 0.65))
-    | {"pfc_tx_rate": (3.0, 40.0)},
-    0.5,
-  ),
-  "host": (
-    0.2,
-    dict.fromkeys(("context_switches", "load_average"), (1.5, 6.0))
-    | {"cpu_usage": (1.4, 2.4), "nvme_read": (0.0, 0.4)},
-    0.0,
-  ),
-  "cooling": (
-    0.1,
-    {"fan_rpm": (0.0, 0.6), "hbm_temperature": (1.25, 1.4)}
-    | {"sm_clock": (0.4, 0.7), "gpu_power": (0.4, 0.7)},
-    0.0,
-  ),
-}
 
 
 def sites(seed: int, *, hosts: int, faulty: bool, hard: bool) -> Episode:

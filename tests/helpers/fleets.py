@@ -14,16 +14,9 @@ because the detector uses these as its baseline.
 from typing import NamedTuple
 
 import numpy as np
+from helpers import cases
 
-METRICS = (
-  *("pfc_tx_rate", "cpu_usage", "duty_cycle", "power", "engine_activity"),
-  *("tensor_activity", "nvlink_bandwidth", "memory_usage", "memory_bandwidth"),
-  *("temperature", "clock", "pcie_bandwidth", "pcie_usage", "hbm_usage"),
-  *("tcp_throughput", "rdma_throughput", "ecn_rate", "cnp_rate"),
-  *("disk_usage", "disk_throughput", "fp_activity"),
-)
-_GPU = (2, 3, 4, 5, 8, 9, 20)
-_NETWORK = (0, 11, 12, 14, 15, 16, 17)
+METRICS = 21
 
 
 class Kind(NamedTuple):
@@ -36,19 +29,7 @@ class Kind(NamedTuple):
   spread: float = 0.0  # Effect on other hosts, from 10 s later on.
 
 
-KINDS = {
-  "ECC error": Kind(0.389, (1, *_GPU), 0.6, 0.9),
-  "PCIe downgrading": Kind(0.066, (0, *_NETWORK), 0.5, 0.3, 0.3),
-  "NIC dropout": Kind(0.057, (1, *_GPU, *_NETWORK), 0.7, 0.9),
-  "GPU card drop": Kind(0.020, (1, *_GPU), 0.8, 1.0),
-  "NVLink error": Kind(0.017, (1, 6, *_GPU), 0.5, 0.8, 0.2),
-  "AOC error": Kind(0.009, _NETWORK, 0.3, 0.5),
-  "CUDA error": Kind(0.146, (1, 7, *_GPU), 0.6, 0.9),
-  "GPU execution error": Kind(0.077, (1, *_GPU), 0.4, 0.8, 0.4),
-  "HDFS error": Kind(0.057, (1, 18, 19), 0.7, 0.6),
-  "machine unreachable": Kind(0.060, tuple(range(21)), 0.9, 1.0),
-  "other": Kind(0.102, tuple(range(21)), 0.25, 0.5),
-}
+KINDS = {k: Kind(*row) for k, row in cases.load("fleets")["kinds"].items()}
 SHAPES = ("step", "ramp", "intermittent", "drop")
 
 
@@ -109,7 +90,7 @@ def _roles(rng: np.random.Generator, hosts: int) -> tuple[str, ...]:
 
 def _healthy(rng, roles, seconds, more) -> np.ndarray:
   """Draws metrics in units of the per-second noise of the normal profile."""
-  hosts, metrics = len(roles), len(METRICS)
+  hosts, metrics = len(roles), METRICS
   x = _noise(rng, hosts, seconds) * more
   time = np.arange(seconds)
   # Hosts differ permanently, by more in some metrics, and drift apart slowly.
@@ -151,12 +132,20 @@ def _healthy(rng, roles, seconds, more) -> np.ndarray:
 
 def _noise(rng, hosts, seconds) -> np.ndarray:
   """Draws noise that is correlated over metrics and seconds of a host."""
-  metrics = len(METRICS)
+  metrics = METRICS
   shared = rng.standard_normal((hosts, seconds, 3), np.float32)
   x = rng.standard_normal((hosts, seconds, metrics), np.float32) * 0.8
   x += shared @ rng.normal(0, 0.35, (3, metrics)).astype(np.float32)
   for t in range(1, seconds):
     x[:, t] = 0.5 * x[:, t - 1] + 0.866 * x[:, t]
+  return x
+
+
+def red(rng, shape, hangs) -> np.ndarray:
+  """Draws noise of variance 1 that is autocorrelated along axis 1."""
+  x = rng.standard_normal(shape, np.float32)
+  for t in range(1, shape[1]):
+    x[:, t] = hangs * x[:, t - 1] + np.sqrt(1 - hangs**2) * x[:, t]
   return x
 
 

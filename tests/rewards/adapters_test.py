@@ -5,89 +5,17 @@ import contextlib
 import sys
 
 import pytest
+from helpers import cases
 
 from jaxrl_llm import rewards
 from jaxrl_llm.errors import InputError
 
-VERL = """
-import numpy
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-  if solution_str == "hang":
-    while True:
-      pass
-  if data_source == "dapo":
-    right = solution_str == ground_truth
-    score = 1.0 if right else -1.0
-    return {"score": score, "acc": right, "pred": solution_str, "n": 3}
-  if data_source == "numpy":
-    return {"score": numpy.float32(0.1), "acc": numpy.bool_(True)}
-  if data_source == "plain":
-    return {"score": extra_info["level"], "format": 0.25}
-  if data_source == "bad":
-    return {"reward": 1.0}
-  return ground_truth["target"] == solution_str
-
-async def judge(solution_str, ground_truth, **kwargs):
-  return {"score": 0.5, "acc": solution_str == ground_truth}
-"""
-TRL = """
-import asyncio
-import numpy
-
-async def judge(completions, **kwargs):
-  await asyncio.sleep(0)
-  return numpy.arange(len(completions))
-
-def length(completions, **kwargs):
-  own = {"trainer_state", "log_extra", "log_metric"}
-  assert own < set(kwargs)
-  rest = set(kwargs) - own
-  assert rest == {"prompts", "completion_ids", "level", "answer"}
-  return [len(c) for c in completions]
-
-def right(prompts, completions, completion_ids, answer):
-  return [
-    0.5 * (c == a) + len(i)
-    for c, a, i in zip(completions, answer, completion_ids)
-  ]
-
-def said(prompts, completions, **kwargs):
-  (prompt,), (completion,) = prompts, completions
-  assert prompt[-1]["role"] == "user"
-  (message,) = completion
-  return [1.0 if message == {"role": "assistant", "content": "4"} else None]
-
-def rank(completions, level):
-  if "bad" in completions:
-    raise KeyError("bad")
-  while "hang" in completions:
-    pass
-  order = sorted(completions, key=len)
-  return [order.index(c) + n for c, n in zip(completions, level)]
-
-def code(completions, kind):
-  return [1.0 if k == "code" else None for k in kind]
-
-def logs(completions, trainer_state, log_metric, log_extra):
-  log_metric("step", trainer_state.global_step)
-  log_metric("array", numpy.float32(0.5))
-  log_extra("length", [len(c) for c in completions])
-  log_extra("text", completions)
-  log_metric("empty", float("nan"))  # A mean of nothing.
-  return [1.0] * len(completions)
-
-def tidy(completions, **kwargs):
-  return [0.5] * len(completions)
-
-def scalar(completions, **kwargs):
-  return 1.0
-"""
+_PROGRAMS = cases.load("code")
 
 
 def verdicts(path, name, function, calls, workers=0):
   file = path / "own_score_functions.py"
-  file.write_text({"verl": VERL, "trl": TRL}[name])
+  file.write_text(_PROGRAMS[f"adapters_{name}"])
   reward = rewards.get_reward(name, str(file), function)
   with contextlib.closing(
     rewards.RewardPool(reward, workers=workers, deadline_s=1.0)
@@ -237,7 +165,7 @@ class TestRefusals:
     self, tmp_path
   ):
     file = tmp_path / "own_score_functions.py"
-    file.write_text(TRL)
+    file.write_text(_PROGRAMS["adapters_trl"])
     reward = rewards.get_reward("trl", str(file), "tidy, code")
     grading = rewards.Grading({"code": 2.0})
     pool = rewards.RewardPool(reward, grading=grading)

@@ -6,70 +6,26 @@ import random
 import sys
 
 import pytest
+from helpers import cases
 
 from jaxrl_llm.rewards import math
 
+_CASES = cases.load("math")
 
-class TestLastBoxed:
-  @pytest.mark.parametrize(
-    "text, expected",
-    [
-      *((r"\boxed{5}", "5"), (r"\boxed{1} then \boxed{2}", "2")),
-      (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-      *((r"\boxed{1} and \boxed{2", "1"), (r"\boxed{2 \boxed{3}", "3")),
-      *((r"\boxed{a \boxed{3} b}", "3"), (r"\boxed{4}}", "4")),
-      *((r"{ \boxed{4}", "4"), (r"\boxed{\{1,2\}}", r"\{1,2\}")),
-      *((r"\boxed {7}", "7"), (r"\fbox{7}", "7"), (r"\\boxed{7}", "7")),
-      *((r"boxed{7}", None), (r"\boxed{", None), (r"\boxed{}", "")),
-      *((r"\boxed{1} \text{unit}", "1"), ("", None)),
-      (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
-      (r"\boxed{1 \\{2}}", r"1 \\{2}"),
-    ],
-  )
-  def test_cases(self, text, expected):
-    assert math.last_boxed(text) == expected
+
+@cases.table("text, expected", _CASES["boxed"])
+def test_the_last_whole_box(text, expected):
+  assert math.last_boxed(text) == expected
 
 
 class TestExtractAnswer:
-  @pytest.mark.parametrize(
-    "text, expected",
-    [
-      *(("so 3+4 = 7.", "3+4 = 7"), ("it costs $1,234.50.", "$1,234.50")),
-      *(("it is -5", "-5"), ("5-3", "5-3"), ("x=-3", "x=-3")),
-      *(("it is \u22125", "\u22125"), ("5\u22123", "5\u22123")),
-      *(("pages 10-12", "10-12"), ("a fraction 3/4 of it", "3/4")),
-      *(("about .5", ".5"), ("1,2,3", "1,2,3"), ("#### 18", "18")),
-      *((r"at 3, so $\frac{3}{4}$.", r"$\frac{3}{4}$"), ("2^10", "2^10")),
-      *((r"\(x\) is \[ 2 \]", r"\[ 2 \]"), ("$3$ or $4$", "$3$ or $4$")),
-      *(("buys at $5 and sells at $8.", "$8"), ("at 3:30", "3:30")),
-      *(("is 2 + 3", "2 + 3"), ("in (3, 4)", "(3, 4)"), ("2x + 3", "2x + 3")),
-      *(("2 1/2 pies", "2 1/2"), ("1 234", "1 234"), (r"2 \pi", r"2 \pi")),
-      *(
-        ("12 cm^2", "12"),
-        ("12 cm\xb2", "12"),
-        ("9.8 m/s^2", "9.8"),
-        ("H2O", "H2O"),
-      ),
-      *(("Answer: 72. It took 3 steps", "72"), ("<answer>7</answer>", "7")),
-      *(("#### **72**\nSo", "72"), ("#### 72 ####", "72"), ("####72", "72")),
-      *(("#### **Answer:** 72 kg", "72 kg"), ("#### Total: **7**", "7")),
-      *(("#### 72\n#### End", "72"), ("3 ran. #### Ann", "Ann")),
-      *(("#### Step 1: add\nso 2+2=4.", "2+2=4"), ("#### 3:30", "3:30")),
-      *(("answer: 72\n\n#### Why\n36*2", "72"), ("#### 1. Add\n4", "4")),
-      *((r"\boxed{3}</think> It is 4", "4"), ("<think>3</think>", None)),
-      *((r"4 <think>\boxed{3}", "4"), (r"<think>\boxed{3}", None)),
-      *((r"[THINK]3[/THINK]4", "4"), (r"so \boxed{7", None)),
-      *(("#### 1,000\nand 7", "1,000"), ("#### 3\n#### 4\n", "4")),
-      *((r"#### 3 but \boxed{4}", "4"), (r"\boxed{}", None)),
-      *(("no number", None), ("", None)),
-      *(
-        (r"\boxed{" + "1" * 600 + "}", None),
-        (r"\boxed{1}" + "x" * 20_000, None),
-      ),
-    ],
-  )
+  @cases.table("text, expected", _CASES["extracted"])
   def test_cases(self, text, expected):
     assert math.extract_answer(text) == expected
+
+  def test_too_long_ones_are_not_read(self):
+    assert math.extract_answer(r"\boxed{" + "1" * 600 + "}") is None
+    assert math.extract_answer(r"\boxed{1}" + "x" * 20_000) is None
 
   @pytest.mark.parametrize(
     "text, expected",
@@ -139,46 +95,7 @@ def _audit():
 
 
 class TestNumeric:
-  @pytest.mark.parametrize(
-    "response, gold",
-    [
-      *(("18", "18"), ("18.", "18"), ("18.0", "18"), ("+18", "18")),
-      *(("1,000,000", "1000000"), ("1000", "1,000"), ("1{,}234", "1234")),
-      *(("{5}", "5"), ("$18$", "18"), (r"\$18", "18")),
-      *((r"\$1,234.50", "1234.5"), ("50%", "50"), (r"50\%", "50")),
-      *((r"18\text{ cm}", "18"), (r"18~\mathrm{cm}^2", "18")),
-      *(("18 dollars", "18"), ("18 square feet", "18"), ("5 cm^2", "5")),
-      *((r"90^\circ", "90"), (r"90^{\circ}", "90"), (r"\frac{1}{2}", "0.5")),
-      *((r"\dfrac{1}{2}", "1/2"), (r"\tfrac12", "1/2")),
-      *((r"-\frac{3}{4}", "-0.75"), (r"\frac{-3}{4}", "-3/4")),
-      *((r"\frac{2}{4}", r"\frac{1}{2}"), (r"1\frac{1}{2}", "3/2")),
-      *((r"1 \frac{1}{2}", "3/2"), (r"-2\,\frac12", "-2.5")),
-      *(("1 1/2", "1.5"), ("11/2", "5.5"), (r"\text{Evelyn}", "Evelyn")),
-      (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
-      *(("x = 5", "5"), ("x=5", "x = 5"), ("\u22125", "-5"), (".5", "0.5")),
-      *(("0.10", "0.1"), ("-0", "0"), (r"2\sqrt{3}", r"2\sqrt{3}")),
-      *((r"x^2 + 1", "x^2+1"), ("18", "$18$")),
-      *((r"5\text{ million}", "5 million"), (r"2\text{ or }3", "2 or 3")),
-      *((r"\frac{2x}{3}", "2x/3"), (r"\dfrac3{2x}", r"\frac{3}{2x}")),
-      *(("18", "She makes 9*2=18. #### 18"), ("18", r"\boxed{18}")),
-      *(("€72", "72"), ("72£", "72"), ("72 USD", "72"), ("(72)", "72")),
-      *(("72 km/h", "72"), ("72 m^2", "72"), ("72 cm\xb2", "72")),
-      *(("72kg", "72"), ("72/hour", "72"), ("72°C", "72"), ("72,", "72")),
-      *((r"\bf 72", "72"), ("**72**", "72"), (r"\approx 72", "72")),
-      *(("9*8 = 72", "72"), ("9 x 8 = 72", "72"), ("f(2) = 72", "72")),
-      *((r"\text{Total} = 72", "72"), (r"\frac{9}{2} = 4.5", "4.5")),
-      (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
-      *((r"\sqrt{12}", r"2\sqrt{3}"), (r"2\sqrt3", r"2 \cdot \sqrt{3}")),
-      (r"\sqrt{\frac{1}{3}}", r"\dfrac{\sqrt{3}}{3}"),
-      (r"\frac{\sqrt{5}-1}{2}", r"\frac{-1+\sqrt{5}}{2}"),
-      (r"\frac{1}{4}(2+2\sqrt{5})", r"\frac{1+\sqrt5}{2}"),
-      *((r"x = -\sqrt 8", "-2√2"), (r"3\sqrt{2}\text{ cm}", r"3\sqrt{2}")),
-      ("(1, 0.5)", r"\left(1,\frac{1}{2}\right)"),
-      (r"[2,\sqrt{8})", r"\left[ 2, 2\sqrt{2} \right)"),
-      (r"\{0.5, 2\}", r"\{\frac12,2\}"),
-      ("(" * 25 + r"\sqrt2" + ")" * 25, r"\sqrt2"),
-    ],
-  )
+  @cases.table("response, gold", _CASES["equal"])
   def test_equal(self, response, gold):
     verdicts = [
       math.numeric(rf"so it is \boxed{{{spelled}}}.", gold, finished=True)
@@ -187,37 +104,7 @@ class TestNumeric:
     assert verdicts[0].correct
     assert verdicts[0] == verdicts[1]  # Votes are counted this way.
 
-  @pytest.mark.parametrize(
-    "response, gold",
-    [
-      *(("19", "18"), ("-18", "18"), ("180", "18"), ("0.333333", "1/3")),
-      *(("9+9", "20-2"), ("1 1/0", "1"), (r"\sqrt{2})", r"\sqrt{2}")),
-      (r"2\sqrt{3}+\sqrt{\sqrt{2}}", r"2\sqrt{3}"),
-      *(("1e3", "1000"), ("10^3", "1000"), ("9+9", "18"), ("1/0", "0")),
-      *((r"\frac{1}{0}", "1"), ("1,2", "12"), ("1,23", "123"), (r"\{5\}", "5")),
-      *(("{1}{2}", "12"), ("18, 19", "18"), ("(1,2)", "12"), ("2x", "2")),
-      *((r"2\pi", "2"), (r"2\sqrt{3}", "2"), (r"\pi", "3"), ("3 or 4", "3")),
-      *(("2 x", "2"), ("2 pi", "2"), (r"\frac{x+1}{2}", "x+1/2")),
-      *(("5 million", "5"), ("5 thousand dollars", "5"), (r"\text{A}", "B")),
-      *((r"5\text{ million}", "5"), (r"2 \text{ or } 3", "23")),
-      *((r"2\text{ thirds}", "2"), ("5 squared", "5"), ("2 plus two", "2")),
-      *(("", "0"), ("None", "0"), (r"2\sqrt{3}", r"3\sqrt{2}")),
-      *((r"\sqrt[3]{2}", r"\sqrt{2}"), (r"\sqrt{-4}", r"\sqrt{4}")),
-      (r"\frac{1}{2x}", r"\frac{1}{2}x"),
-      (r"\frac{1}{2n}(n+1)", r"\frac{1}{2}n(n+1)"),
-      (r"\sqrt{4}", "2"),  # Not evaluated.
-      (r"\sqrt{2}\sqrt{2}", "2"),
-      *(("2x = 6", "6"), ("x+y = 6", "6"), ("x > 6", "6"), ("x=6,y=4", "4")),
-      *(("5!", "5"), ("2xy", "2"), ("5m", "5"), ("3 pi/hour", "3")),
-      ("1.41421356", r"\sqrt{2}"),
-      (r"\sqrt{2}, -\sqrt{2}", r"\sqrt{2}"),
-      (r"\pm\sqrt{2}", r"\sqrt{2}"),
-      ("(1,2)", "(2,1)"),
-      ("(1,2)", "[1,2]"),
-      ("(1,2,3)", "(1,2)"),
-      ("(1,2)", "1,2"),
-    ],
-  )
+  @cases.table("response, gold", _CASES["unequal"])
   def test_not_equal(self, response, gold):
     assert not math.numeric(
       rf"\boxed{{{response}}}", gold, finished=True
@@ -326,42 +213,16 @@ class TestSentences:
       assert math.parse_number(found.extracted or "") is None, text
       assert found.correct or form[:4] == "With", text
 
-  @pytest.mark.parametrize(
-    "text, number",
-    [
-      *(("It costs \\$5 and then $8.", "8"), ("from $5, it rose by $3", "3")),
-      *(("9 * 2 = $18 every day", "18"), ("16 - 3 = <<16-3=13>>13 eggs", "13")),
-      *(("Total:8/2=4 balls", "4"), ("12/20 x 100% = 60% of them", "60")),
-      *((r"Hence \[9 \times 2 = 18\]", "18"), ("it is -$5.", "-5")),
-      *(
-        (r"3 of \frac{3}{4}.", "3/4"),
-        (r"$\frac34$", "3/4"),
-        ("1 234", "1234"),
-      ),
-      *(("(72).", "72"), ("3 1/2 hours", "7/2"), ("the answer is 5!", "5")),
-      *(('He said "5".', "5"), ("$x = 5$ dollars", "5"), ("*5*", "5")),
-    ],
-  )
+  @cases.table("text, number", _CASES["sentences"])
   def test_numbers_at_the_end_are_read(self, text, number):
     assert math.numeric(text, number, finished=True).correct
 
   @pytest.mark.parametrize(
     "piece",
     [
-      *(
-        r"\(",
-        r"\[",
-        "$",
-        "$$",
-        "$x",
-        r"\$",
-        "(",
-        "(1",
-        "{1",
-        r"\{",
-        "1 ",
-        "1 - ",
-      ),
+      *(r"\( \[ $ $$ $x \$ ( (1 {1 \{".split()),
+      "1 ",
+      "1 - ",
       *("x + ", "1=", "$a$, ", "$a$ and ", "1 or ", "1 000 ", "<<", "<a", "**"),
       *("#### a: ", "answer is ", r"\pi ", r"$a\$", "<think>", "</think>", "'"),
     ],

@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+from helpers import cases
 
 from jaxrl_llm.rewards import verdict as verdicts
 from jaxrl_llm.rewards.verdict import Grading, Verdict, arguments, as_verdict
+
+_CASES = cases.load("rewards")
 
 
 class TestAsVerdict:
@@ -35,18 +38,7 @@ class TestAsVerdict:
     assert found.value == pytest.approx(-1.75) and found.correct is True
     assert as_verdict(-2.0, grading).correct is False
 
-  @pytest.mark.parametrize(
-    ("parts", "right"),
-    [
-      # Neither bonus nor penalty changes whether an answer is correct.
-      ({"right": 0.0, "brevity": 0.9}, False),
-      ({"brevity": 0.9, "right": 0.0}, False),
-      ({"format": -1.0, "right": 1.0}, True),
-      ({"accuracy": 0.0, "format": 1.0}, False),
-      ({"accuracy": 1.0, "format": -1.0}, True),
-      ({"brevity": 0.9}, True),
-    ],
-  )
+  @cases.table("parts, right", _CASES["one_part_says_what_is_right"])
   def test_one_part_says_what_is_right(self, parts, right):
     for result in (parts, Verdict(None, parts=parts)):
       found = as_verdict(result)
