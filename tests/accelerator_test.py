@@ -9,7 +9,7 @@ import math
 import accelerator
 import pytest
 from benchmarks import devices
-from helpers import programs
+from helpers import cases, programs
 
 from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
@@ -79,24 +79,7 @@ sys.exit("what went wrong")
 
 
 def test_the_table_divides_by_the_peak_of_its_kind():
-  record = {
-    "device": "X 1",
-    "command": "run",
-    "date": "2000-01-01",
-    "sizes": "full",
-    "machine": {"processor": "P", "cpus": 3},
-    "versions": {"jax": "1"},
-    "parts": {
-      "device": {
-        "copy_bytes_per_s": 100.0,
-        "matmul_flops_per_s": 40.0,
-        "data_sheet_flops_per_s": 80.0,
-      },
-      "decode": {"a_bytes_per_s": 50.0, "a_tokens_per_s": 3.0},
-      "update": {"b_flops_per_s": 20.0},
-    },
-    "errors": {"tail": "too late"},
-  }
+  record = cases.load("accelerator")["record"]
   rows = accelerator.table(record).splitlines()
   assert "| decode | `a_bytes_per_s` | 50 | 0.50 |" in rows
   assert "| decode | `a_tokens_per_s` | 3 |  |" in rows

@@ -4,8 +4,7 @@ import json
 import os
 
 import psutil
-import pytest
-from helpers import programs
+from helpers import cases, programs
 
 from jaxrl_llm.rollout import tools
 
@@ -23,31 +22,9 @@ def run(code):
   return said
 
 
-@pytest.mark.parametrize(
-  ("code", "said"),
-  [
-    (_DAEMON + "print(1)", "1\n"),
-    (f"subprocess.Popen(['sleep', '{_LONG}'])\nprint(2)", "2\n"),
-    (
-      "if not os.fork():\n  os.setsid()\n  if not os.fork():\n    os.setsid()\n"
-      f"    os.execvp('sleep', ['sleep', '{_LONG}'])\n  os._exit(0)\nprint(3)",
-      "3\n",
-    ),
-    ("while True: os.write(2, b'x' * 9999)", "x" * 99),
-    ("bytearray(100 * 2**30)", "Traceback (most recent call last):"),
-    ("open('f', 'wb').truncate(2**40)", "Traceback (most recent call last):"),
-    (
-      "import time\nfor _ in range(600):\n"
-      "  os.fork() or (os.setsid(), time.sleep(99))\ntime.sleep(99)",
-      "error: ",  # Too many processes, or too late.
-    ),
-    (_DAEMON + "os.kill(os.getppid(), 9)", "error: RuntimeError"),
-    ("open('left.py', 'w').write('x')\nprint(os.getcwd())", "/"),
-    ("print(1)\0", "error: embedded null byte"),
-  ],
-  ids=range(10),  # Programs contain the number of this process.
-)
+@cases.table("code, said", cases.load("contained")["programs"])
 def test_a_program_is_bounded_and_leaves_nothing(code, said):
+  code = code.replace("DAEMON", _DAEMON).replace("SECONDS", _LONG)
   shown = run(f"import os, subprocess\n{code}")
   assert shown.startswith(said) and len(shown) < 2 * 2**20
   if said == "/":

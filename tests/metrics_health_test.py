@@ -82,39 +82,15 @@ def _rules(found):
   return {warning.rule for _, warning in found}
 
 
-# Fault -> metrics from step 30 on.
+def _changed(value):
+  """Returns the value of each step; a pair changes at step 30."""
+  before, after = value if isinstance(value, list) else (value, value)
+  return lambda step: before if step < 30 else after
+
+
 _BAD = {
-  "entropy_collapse": dict(
-    policy__entropy=lambda s: 0.5 if s < 30 else 0.02,
-    reward__accuracy=lambda s: 0.3,
-  ),
-  "all_wrong": dict(
-    reward__accuracy=lambda s: 0.1 if s < 30 else 0.0,
-    reward__std=lambda s: 0.6 if s < 30 else 1e-8,
-    policy__entropy=lambda s: 0.5,
-  ),
-  "all_right": dict(
-    reward__accuracy=lambda s: 0.9 if s < 30 else 1.0,
-    reward__std=lambda s: 0.6 if s < 30 else 0.0,
-  ),
-  "reward_errors": dict(reward__errors=lambda s: 0.0 if s < 30 else 2.0),
-  "overlong": dict(
-    rollout__overlong_fraction=lambda s: 0.05 if s < 30 else 0.6
-  ),
-  "explained_variance": dict(
-    value__explained_variance=lambda s: 0.1 if s < 30 else -0.01
-  ),
-  "sampler_mismatch": dict(
-    sampler_trainer__logprob_diff_mean=lambda s: 0.01 if s < 30 else 0.2
-  ),
-  "kl_jump": dict(policy__approx_kl=lambda s: 1e-3 if s < 30 else 0.05),
-  "ratio_explosion": dict(policy__ratio_max=lambda s: 2 if s < 30 else 1e4),
-  "length_collapse": dict(
-    rollout__response_length_mean=lambda s: 200 if s < 30 else 60,
-    reward__accuracy=lambda s: 0.3,
-    policy__entropy=lambda s: 0.5,
-  ),
-  "suspect_host": dict(host__suspect=lambda s: math.nan if s < 30 else 2),
+  rule: {k.replace("/", "__"): _changed(x) for k, x in run.items()}
+  for rule, run in _CASES["runs"].items()
 }
 
 

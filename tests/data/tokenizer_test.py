@@ -435,12 +435,12 @@ class TestChat:
   @pytest.mark.parametrize(
     "template, messages, kwargs, shown",
     [
-      (
+      (  # As Jinja's.
         "{% for m in messages if m.role == 'user' %}{{ loop.index }}"
         "{{ loop.length }}{{ loop.last }}{% break %}{% else %}none{% endfor %}"
         "{% for i in nothing %}{% else %}empty{% endfor %}"
         "{% for a, b in {'x': 1}.items() %}{{ a }}{{ b }}{% endfor %}",
-        *([{"role": "user", "content": "?"}] * 2, {}, "12Falseemptyx1"),
+        *([{"role": "user", "content": "?"}] * 2, {}, "12Falsenoneemptyx1"),
       ),
       (  # Tools are JSON as transformers writes it.
         "{% for t in tools %}{{ '<tool>' + (t | tojson) }}{% endfor %}",

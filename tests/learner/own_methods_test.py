@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from helpers import doors, programs, tiny_run
+from helpers import cases, doors, programs, tiny_run
 from helpers.registries import registries  # noqa: F401
 
 import jaxrl_llm
@@ -16,94 +16,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Auxiliary, make_algorithm, part
 from jaxrl_llm.trainer import validation
 
-SURPRISE = """
-import jax.numpy as jnp
-from jaxrl_llm import register
-from jaxrl_llm.learner import Auxiliary, part
-
-
-def longest(lengths):
-  return jnp.max(lengths)
-
-
-def surprising(algorithm, s, *, coefficient=0.5):
-  loss = part(lambda logprobs: -logprobs)
-  term = Auxiliary(loss, coefficient, "policy_mask", "token-mean")
-  metrics = {"longest": part(longest)}
-  return algorithm.change(auxiliary={"surprise": term}, metrics=metrics)
-"""
-PROBE = """
-import dataclasses
-import jax.numpy as jnp
-from jaxrl_llm import register
-from jaxrl_llm.learner import MemberSpec, make_member, members, part
-from jaxrl_llm.learner import providers, scoring
-from jaxrl_llm.learner.update import Objective, Sums
-
-
-def make_probe(policy, algorithm, mesh):
-  layers = policy.fns.config.num_layers
-
-  def init(key):
-    del key
-    size = policy.fns.config.hidden_size
-    return {"probe_head": {"kernel": jnp.zeros(size)}}
-
-  def read(params, rows):
-    states = policy.fns.states(params.base, rows, layers)
-    kernel = params.trained["probe_head"]["kernel"]
-    return states.astype(jnp.float32) @ kernel
-
-  def loss(params, micro):
-    packed, inputs = micro["packed"], micro["inputs"]
-    error = read(params, packed) - inputs["ended"]
-    total = jnp.sum(inputs["weights"] * error**2)
-    return total, Sums({"probe/loss": total}, {}, {}, jnp.sum(packed.mask))
-
-  def score(params, packed):
-    return scoring.over_micro_batches(lambda rows: read(params, rows), packed)
-
-  training = members.Training(
-    Objective("probe", loss),
-    score,
-    reads=["ended"],
-    mask="policy_mask",
-    mode="token-mean",
-    reads_policy=True,
-  )
-  settings = dataclasses.replace(policy.settings, learning_rate=0.01)
-  fns = policy.fns._replace(init=init)
-  return make_member(fns, training, settings, mesh)
-
-
-def probing(algorithm, s):
-  ended = part(lambda status: (status == 0).astype(jnp.float32))
-  probed = providers.provider("probed", providers.of_member("probe"), "probe")
-  return algorithm.change(
-    inputs={"ended": ended},
-    members={"probe": MemberSpec(make_probe, ("ended",))},
-    providers=probed,
-    metrics={"probed": part(lambda probed: jnp.max(jnp.abs(probed)))},
-  )
-
-
-register.method("probing", probing)
-"""
-
-STAGE = """
-import numpy as np
-
-
-def without_the_longest(collection, batch):
-  judged = batch.judged.copy()
-  judged[np.argmax(batch.rollout.lengths)] = False
-  collection.metrics["rollout/left_out"] = float((~judged).sum())
-  return batch.replace(judged=judged)
-
-
-def shorter(algorithm, s):
-  return algorithm.change(stages=(without_the_longest,))
-"""
+_PROGRAMS = cases.load("code")
 
 
 def write(folder, name, text):
@@ -126,21 +39,12 @@ def train(config, folder, **how):
 
 @pytest.mark.usefixtures("registries")
 class TestOneFile:
-  def test_a_loss_and_a_metric_with_register_method(self, model, tmp_path):
-    text = SURPRISE + 'register.method("surprising", surprising)\n'
-    config = make_config(
-      model,
-      run__plugins=(write(tmp_path, "own_surprise", text),),
-      method__use=("surprising",),
-    )
-    row = train(config, tmp_path / "run")
-    assert row["policy/surprise_loss"] > 0 and row["policy/skipped"] == 0
-    assert 0 < row["own/longest"] <= 12
-
   def test_a_member_that_is_trained_and_read(self, model, tmp_path):
     config = make_config(
       model,
-      run__plugins=(write(tmp_path, "own_probe", PROBE),),
+      run__plugins=(
+        write(tmp_path, "own_probe", _PROGRAMS["own_methods_probe"]),
+      ),
       method__use=("probing",),
       run__steps=2,
     )
@@ -169,11 +73,12 @@ class TestOneFile:
   def test_a_function_of_a_file_of_any_folder(
     self, model, tmp_path, monkeypatch
   ):
-    write(tmp_path, "own_by_name", SURPRISE)
+    write(tmp_path, "own_by_name", _PROGRAMS["own_methods_surprise"])
     monkeypatch.chdir(tmp_path)
     use = {"method__use": ("xrpo", "own_by_name.py:surprising")}
     row = train(make_config(model, **use), tmp_path / "run")
-    assert row["policy/surprise_loss"] > 0 and row["own/longest"] > 0
+    assert row["policy/surprise_loss"] > 0 and row["policy/skipped"] == 0
+    assert 0 < row["own/longest"] <= 12
     # It is recorded with its folder, so that any folder can resume the run.
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     use = ["xrpo", f"{tmp_path}/own_by_name.py:surprising"]
@@ -183,7 +88,9 @@ class TestOneFile:
     assert train(config, tmp_path / "run")["policy/surprise_loss"] > 0
 
   def test_a_stage_of_a_batch(self, model, tmp_path):
-    use = (write(tmp_path, "own_stage", STAGE) + ":shorter",)
+    use = (
+      write(tmp_path, "own_stage", _PROGRAMS["own_methods_stage"]) + ":shorter",
+    )
     config = make_config(model, method__use=use)
     assert train(config, tmp_path / "run")["rollout/left_out"] == 1
     config.estimator.name, config.schedule.window = "gae", 4
@@ -194,8 +101,8 @@ class TestOneFile:
 
 @pytest.mark.slow
 def test_the_command_line_names_a_function_of_a_file(model, tmp_path):
-  write(tmp_path, "own_on_the_line", SURPRISE)
-  write(tmp_path, "own_plugin", PROBE)
+  write(tmp_path, "own_on_the_line", _PROGRAMS["own_methods_surprise"])
+  write(tmp_path, "own_plugin", _PROGRAMS["own_methods_probe"])
   changes = {"run__steps": 1, "estimator__name": "group"}
   changes |= {"value__pretrain_steps": 0, "loss__nll_coefficient": 0.0}
   _, *flags = tiny_run.flags(model, tmp_path / "run", **changes)

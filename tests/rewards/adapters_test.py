@@ -10,6 +10,8 @@ from helpers import cases
 from jaxrl_llm import rewards
 from jaxrl_llm.errors import InputError
 
+_CASES = cases.load("rewards")
+
 _PROGRAMS = cases.load("code")
 
 
@@ -131,19 +133,7 @@ class TestTrl:
 
 
 class TestRefusals:
-  @pytest.mark.parametrize(
-    "chosen, said",
-    [
-      (("verl", "", "compute_score"), "needs reward.path=FILE.py"),
-      (("verl", "f.py", "f,g"), "the name of a function in it"),
-      (("trl", "none.py", "f"), "none.py: no such file"),
-      (("trl", "text.txt", "f"), "text.txt: its name must end in .py"),
-      (
-        ("trl", "own_score_functions.py", "f"),
-        "has no function 'f'; set reward.function to one of score, other",
-      ),
-    ],
-  )
+  @cases.table("chosen, said", _CASES["refusals"])
   def test_are_one_line(self, tmp_path, monkeypatch, chosen, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").touch()

@@ -1,9 +1,10 @@
-"""Return values and inputs that a reward may have."""
+"""Return values and inputs of a reward, and exact checks."""
 
 import numpy as np
 import pytest
 from helpers import cases
 
+from jaxrl_llm import rewards
 from jaxrl_llm.rewards import verdict as verdicts
 from jaxrl_llm.rewards.verdict import Grading, Verdict, arguments, as_verdict
 
@@ -109,3 +110,21 @@ def test_a_failure_names_the_line_of_the_reward():
     found = verdicts.failure(error)
   assert found.startswith("error: ValueError: invalid literal for int()")
   assert found.endswith(f"'x\\ny' (verdict_test.py:{line})")
+
+
+class TestChainSum:
+  @cases.table("response, correct, extracted", _CASES["final_answer"])
+  def test_only_the_final_answer_counts(self, response, correct, extracted):
+    verdict = rewards.chain_sum(response, "12", finished=True)
+    assert verdict == rewards.Verdict(correct, extracted)
+
+  def test_an_unfinished_response_is_not_correct(self):
+    verdict = rewards.chain_sum("#12.", "12", finished=False)
+    assert verdict == rewards.Verdict(False, "12")
+
+
+class TestExactLine:
+  @cases.table("response, finished, correct", _CASES["first_line"])
+  def test_the_first_line_is_the_answer(self, response, finished, correct):
+    verdict = rewards.exact_line(response, "85", finished=finished)
+    assert verdict.correct is correct
