@@ -148,11 +148,16 @@ class TestData:
 
   def test_answers_that_the_verifier_needs(self, model, tmp_path):
     for rows, said in (
-      ([{"prompt": q} for q, _ in QUESTIONS], "in text, but c"),
-      ([{"question": q, "answer": {"a": 1}} for q, a in QUESTIONS], "19 of 19"),
+      ([{"prompt": q} for q, _ in QUESTIONS], " but c"),
+      (
+        [{"question": q, "answer": {"a": 1, "b": a}} for q, a in QUESTIONS],
+        "19 of 19",
+      ),
     ):
       changes = self.files(tmp_path, rows)
-      with pytest.raises(InputError, match=f"own-.* has no answer.* {said}"):
+      with pytest.raises(
+        InputError, match=f"own-.* has no answer in text,.*{said}"
+      ):
         build.make_run(make_config(model, **changes))
 
   def test_rows_without_an_answer_that_a_reward_reads_are_counted(
