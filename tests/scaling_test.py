@@ -166,6 +166,9 @@ def layers_of(sizes, *, update=False):
 class TestEstimate:
   def sizes(self, preset="qwen2.5-7b", platform="tpu", kernels="auto", **mesh):
     config = configs.load("vapo", preset)
+    config.data.prompts_per_step = (
+      128  # Half of the preset's take half as long.
+    )
     config.model.update(kernels=kernels, remat_policy="full")
     for role in config.optimizer.values():
       if not isinstance(role, int):
