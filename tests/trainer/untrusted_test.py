@@ -56,6 +56,7 @@ def flags(model, folder, **changes):
     "data__prompts_per_step": 4,
     "optimizer__policy__mini_batch": 8,
     "eval__problems": 4,
+    "eval__samples": 4,
     "run__steps": 3,
     "run__samples_every": 0,
   }
@@ -104,10 +105,10 @@ def test_user_code_and_the_current_folder(tmp_path):
   assert not [p for p in found if _LONG in (p.info["cmdline"] or ())]
   assert not os.path.exists(os.path.join("/tmp", _LONG))
   # The code of the run needs trust, but not to resume one's own run.
-  evaluate = "scripts/evaluate.py", f"--checkpoint={tmp_path / 'plain'}"
-  _, said = programs.finish(*evaluate, "--problems=1", code=2)
-  assert said.count("\n") == 1 and f"{tmp_path / 'score.py'}; read it" in said
-  programs.finish(*evaluate, "--problems=1", "--trust_code")
+  evaluate = f"--checkpoint={tmp_path / 'plain'}", "--problems=1"
+  said = programs.refused("evaluate", *evaluate)
+  assert f"{tmp_path / 'score.py'}; read it" in said
+  assert not programs.run("evaluate", *evaluate, "--trust_code")[0]
   given = f"--workdir={tmp_path / 'plain'}"
   assert "last step" in programs.finish("scripts/train.py", given)[0]
 
