@@ -29,12 +29,15 @@ register.reward("sleepy", sleepy)
 """
 _SETTINGS = {
   "estimator__name": "group",  # Without a critic there is less to compile.
+  "data__prompts_per_step": 4,  # Each response sleeps.
   "mesh__data": 4,
   "optimizer__policy__micro_batch_size": 4,
   "optimizer__value__micro_batch_size": 4,
   "value__pretrain_steps": 0,
   "reward__name": "sleepy",
   "eval__every": 1000,
+  "eval__samples": 4,
+  "eval__problems": 4,
   "run__steps": 1000,
 }
 
