@@ -35,10 +35,10 @@ class TestSampler:
 
 
 class TestScale:
-  """2,048 slots of 4 layers of Qwen2.5-32B on 64 chips of v5p."""
+  """2,048 slots of 2 layers of Qwen2.5-32B on 64 chips of v5p."""
 
-  # 65,536 pages of 128 tokens: 2 x 8 heads x 128 x 2 bytes in 4 layers.
-  KV_CACHE = 65_536 * 128 * 2 * 8 * 128 * 2 * 4
+  # 65,536 pages of 128 tokens: 2 x 8 heads x 128 x 2 bytes in 2 layers.
+  KV_CACHE = 65_536 * 128 * 2 * 8 * 128 * 2 * 2
 
   def test_every_chip_holds_its_part_of_the_kv_cache(self, report):
     assert report["decode at scale"]["in_place_bytes"] == self.KV_CACHE / 64
@@ -48,7 +48,7 @@ class TestScale:
     # The policy, sharded over 16 of the 64 chips.
     assert sizes["argument_bytes"] < cache + 2**29
     # Half of a chip's pages of one layer.
-    assert sizes["temporary_bytes"] < cache / 4 / 2
+    assert sizes["temporary_bytes"] < cache / 2 / 2
 
 
 class TestUpdate:
