@@ -131,8 +131,7 @@ class ModelConfig:
       for field in (*_RANGES, *_BOOLEANS)
       if field not in rules.fixed
     }
-    return {
-      **values,
+    values |= {
       "architectures": [rules.architecture],
       "model_type": self.family,
       "hidden_act": "silu",
@@ -143,6 +142,7 @@ class ModelConfig:
       **rules.written,
       **dict(self.extra),
     }
+    return rules.spelled(values)
 
   @property
   def base(self) -> "ModelConfig":

@@ -144,6 +144,7 @@ class AttentionKind:
   bias: bool  # Bias of the q, k and v projections.
   output_bias: bool  # Bias of the o projection.
   qk_norm: bool = False  # RMSNorm of q and k over head_dim, before rope.
+  joint_qk_norm: bool = False  # RMSNorm of q and k over all heads, before rope.
   rotary: bool = True  # Whether positions are encoded (otherwise NoPE).
   window: int | None = None  # Positions that a query sees, including its own.
   query_scale: float = 1.0  # Factor of scores on top of 1 / √head_dim.
@@ -166,9 +167,9 @@ class Attention(nnx.Module):
     self.k = Linear(size, kv_size, bias=kind.bias, **linear)
     self.v = Linear(size, kv_size, bias=kind.bias, **linear)
     self.o = Linear(q_size, size, bias=kind.output_bias, **linear)
-    if kind.qk_norm:
-      self.q_norm = make_norm(config, kind.head_dim)
-      self.k_norm = make_norm(config, kind.head_dim)
+    if kind.qk_norm or kind.joint_qk_norm:
+      each = (q_size, kv_size) if kind.joint_qk_norm else (kind.head_dim,) * 2
+      self.q_norm, self.k_norm = (make_norm(config, size) for size in each)
     self.kind = kind
 
   def __call__(
@@ -176,9 +177,13 @@ class Attention(nnx.Module):
   ) -> tuple[jax.Array, Any]:
     kind = self.kind
     batch, time, _ = x.shape
-    q = self.q(x).reshape(batch, time, kind.num_heads, kind.head_dim)
-    k = self.k(x).reshape(batch, time, kind.num_kv_heads, kind.head_dim)
-    v = self.v(x).reshape(batch, time, kind.num_kv_heads, kind.head_dim)
+    q, k, v = self.q(x), self.k(x), self.v(x)
+    if kind.joint_qk_norm:
+      q, k = self.q_norm(q), self.k_norm(k)
+    q = q.reshape(batch, time, kind.num_heads, kind.head_dim)
+    k, v = (
+      y.reshape(batch, time, kind.num_kv_heads, kind.head_dim) for y in (k, v)
+    )
     if kind.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     if kind.rotary:
@@ -229,12 +234,13 @@ class MLP(nnx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderKind:
-  """Kind of a pre-norm layer: attention, then an MLP or experts."""
+  """Kind of a layer: attention, then an MLP or experts, each with norms."""
 
   attention: AttentionKind
   # `MlpKind`, or another record whose `make(config, numerics, rngs)` returns a
   # module: (x [B,T,D], routing) -> (out [B,T,D], auxiliary outputs).
   mlp: Any
+  input_norms: bool = True  # Whether inputs are normed.
   output_norms: bool = False  # Whether outputs are normed before being added.
 
   def make(self, *settings: Any) -> "DecoderLayer":
@@ -243,26 +249,30 @@ class DecoderKind:
 
 
 class DecoderLayer(nnx.Module):
-  """Pre-norm transformer layer; returns the auxiliary outputs of its MLP."""
+  """Transformer layer; returns the auxiliary outputs of its MLP."""
 
   def __init__(
     self, kind: DecoderKind, config: ModelConfig, numerics: Numerics, rngs: Rngs
   ):
-    self.input_norm = make_norm(config)
+    if kind.input_norms:
+      self.input_norm = make_norm(config)
     self.attention = Attention(kind.attention, config, numerics, rngs)
-    self.post_norm = make_norm(config)
+    if kind.input_norms:
+      self.post_norm = make_norm(config)
     self.mlp = kind.mlp.make(config, numerics, rngs)
     if kind.output_norms:
       self.attention_norm = make_norm(config)
       self.mlp_norm = make_norm(config)
+    self.input_norms = kind.input_norms
     self.output_norms = kind.output_norms
 
   def __call__(
     self, x: chex.Array, rotary: Rotary, attend: AttendFn, routing: Any
   ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-    out, cache = self.attention(self.input_norm(x), rotary, attend)
+    normed = self.input_norm(x) if self.input_norms else x
+    out, cache = self.attention(normed, rotary, attend)
     x = x + (self.attention_norm(out) if self.output_norms else out)
-    out, aux = self.mlp(self.post_norm(x), routing)
+    out, aux = self.mlp(self.post_norm(x) if self.input_norms else x, routing)
     return x + (self.mlp_norm(out) if self.output_norms else out), cache, aux
 
 

@@ -75,6 +75,16 @@ FILES = [
 "num_hidden_layers": 36, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
 "rope_theta": 5000000.0, "use_sliding_window": false, "vocab_size": 128256
 
+"architectures": ["Olmo3ForCausalLM"], "attention_bias": false,
+"hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+"max_position_embeddings": 65536, "model_type": "olmo3",
+"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+"rms_norm_eps": 1e-06, "rope_scaling": {"attention_factor": 1.2079441541679836,
+"beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+"original_max_position_embeddings": 8192, "rope_type": "yarn"},
+"rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": false,
+"vocab_size": 100278
+
 "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false,
 "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
 "hidden_size": 2048, "intermediate_size": 6144,
@@ -88,12 +98,14 @@ FILES = [
 "vocab_size": 151936
 """.split("\n\n")
 ]
-SMOLLM2, LLAMA_1B, QWEN2, QWEN3, GEMMA3, MISTRAL, SMOLLM3, QWEN3_MOE = FILES
+SMOLLM2, LLAMA_1B, QWEN2, QWEN3, GEMMA3, MISTRAL, SMOLLM3, OLMO3, QWEN3_MOE = (
+  FILES
+)
 SMOLLM3["no_rope_layers"] = [1, 1, 1, 0] * 9
 LLAMA3 = LLAMA_1B["rope_scaling"]
 YARN = {"type": "yarn", "factor": 4.0}
 YARN["original_max_position_embeddings"] = 32768
-NAMES = "smollm2 llama qwen2 qwen3 gemma3 mistral smollm3 qwen3_moe"
+NAMES = "smollm2 llama qwen2 qwen3 gemma3 mistral smollm3 olmo3 qwen3_moe"
 FAMILIES = dict(zip(NAMES.split(), FILES))
 
 
@@ -109,6 +121,7 @@ class TestFromHf:
       ("qwen3_moe", 30_532_122_624),
       ("gemma3", 999_885_952),
       ("mistral", 7_248_023_552),
+      ("olmo3", 7_298_011_136),
       ("smollm3", 3_075_098_624),
       ("smollm2", 134_515_008),
       ("llama", 1_235_814_400),
@@ -281,6 +294,11 @@ gemma3 | "rope_parameters": {"full_attention": {}, "sliding_attention": 3} | \
 sliding_attention
 gemma3 | "rope_parameters": {"full_attention": {}, "sliding_attention": \
 {"rope_type": "linear", "factor": 8.0}} | sliding_attention
+olmo3 | "layer_types": ["full_attention"] | layer_types
+olmo3 | "sliding_window": null | sliding_window
+olmo3 | "rope_theta": "-", "rope_scaling": "-", "rope_parameters": \
+{"full_attention": {"rope_theta": 5e5}, "sliding_attention": \
+{"rope_theta": 1e4}} | sliding_attention
 qwen3_moe | "norm_topk_prob": false | norm_topk_prob
 qwen3_moe | "mlp_only_layers": [0] | mlp_only_layers
 qwen3_moe | "num_experts_per_tok": 129 | num_experts_per_tok

@@ -91,6 +91,26 @@ CASES = {
       },
     },
   ),
+  "olmo3": (
+    "Olmo3",
+    {
+      "num_hidden_layers": 8,
+      "sliding_window": 5,
+      "rope_parameters": {
+        "full_attention": {"rope_theta": 500.0, **YARN},
+        "sliding_attention": {"rope_theta": 500.0, "rope_type": "default"},
+      },
+    },
+  ),
+  "olmo3 cut period": (
+    "Olmo3",
+    {
+      "num_hidden_layers": 5,
+      "num_key_value_heads": 3,
+      "sliding_window": 3,
+      "attention_bias": True,
+    },
+  ),
   "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
   "mistral window": ("Mistral", {"sliding_window": 5, "head_dim": 16}),
   "smollm3": (
@@ -185,7 +205,8 @@ def test_shards_and_bfloat16_of_transformers(batch, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "name", ["gemma3", "mistral window", "qwen2", "qwen3_moe", "smollm3"]
+  "name",
+  ["gemma3", "mistral window", "olmo3", "qwen2", "qwen3_moe", "smollm3"],
 )
 def test_the_sampler_scores_its_tokens_as_transformers_does(name, tmp_path):
   reference = make_reference(*CASES[name])

@@ -36,6 +36,8 @@ class Family(NamedTuple):
   extra: Mapping[str, tuple[float, float]] = {}
   # (parsed config.json) -> the same values under Llama's keys.
   respelled: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+  # (values to write to config.json) -> the values as transformers reads them.
+  spelled: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
   zero_centered_norms: bool = False  # Norms multiply by 1 + scale.
   # (config) -> factor of the token embeddings.
   embedding_scale: Callable[[Any], float] = lambda config: 1.0
