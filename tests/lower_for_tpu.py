@@ -107,8 +107,7 @@ def _decode_at_scale():
 
 
 def main():
-  # In a third of the time, with the same partitions, kernels and buffers;
-  # compile_test.py compiles as users do.
+  # In a third of the time, with the same partitions, kernels and buffers.
   jax.config.update("jax_optimization_level", "O0")
   topology = topologies.get_topology_desc(
     platform="tpu", topology_name=TOPOLOGY
