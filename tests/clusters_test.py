@@ -77,7 +77,7 @@ def flags(model):
     "mesh__data": -1,
     "estimator__name": "group",  # Without a critic there is less to compile.
     "value__pretrain_steps": 0,
-    "eval__problems": 2,
+    **tiny_run.EVALUATES_LIKE_A_STEP,
   }
   return lambda folder, steps: tiny_run.flags(
     model, folder, run__steps=steps, **settings
@@ -267,8 +267,8 @@ def TINY(config):
 
   settings = tiny_run.overrides({str(model)!r})
   config.data.settings = settings.pop("data.settings")
-  more = {{"mesh.data": -1, "estimator.name": "group", "eval.problems": 2}}
-  more |= {{"value.pretrain_steps": 0, "run.steps": 4}}
+  more = {{"mesh.data": -1, "estimator.name": "group", "eval.samples": 4}}
+  more |= {{"value.pretrain_steps": 0, "run.steps": 4, "eval.problems": 8}}
   config.update_from_flattened_dict(settings | more)
 
 """

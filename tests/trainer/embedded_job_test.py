@@ -15,6 +15,7 @@ def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
     "--config.run.seed=3",  # Not used to choose settings.
     "--config.run.steps=24",  # Of 40: the greedy mode has changed by then.
     "--config.eval.every=24",
+    "--config.run.trackers=()",
     f"--workdir={tmp_path}",
     env=programs.environment_of_users(),
   )
