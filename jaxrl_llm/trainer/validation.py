@@ -75,8 +75,7 @@ def check_effect(config: Settings) -> None:
   for key in config_lib.KEYS:
     group, _, rest = key.partition(".")
     method = rest.rpartition(".")[0]
-    of_critic = group == "value" or key.startswith("optimizer.value.")
-    if of_critic and not critic:
+    if group == "value" and not critic:
       unread[key] = f"{name} has no critic that would read it"
     elif group == "method" and method and method not in config.method.use:
       unread[key] = f"config.method.use has no {method!r} that would read it"
