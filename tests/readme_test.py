@@ -38,6 +38,8 @@ _SIZES = {
   "optimizer.value.mini_batch": 0,
   "optimizer.policy.micro_batch_size": 8,
   "optimizer.value.micro_batch_size": 8,
+  "eval.greedy": False,  # Fewer programs.
+  "sampler.parity_check_every": 0,
   "eval.samples": 2,
   "eval.problems": 2,
   "checkpoint.every": 1,
