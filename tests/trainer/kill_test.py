@@ -45,7 +45,9 @@ if place != "nowhere":
   for part in owners:
     owner = getattr(owner, part)
   setattr(owner, name, killed(getattr(owner, name)))
-loop.train(build.make_run(tiny_run.make_config(model)), workdir)
+loop.train(build.make_run(tiny_run.make_config(
+  model, **tiny_run.EVALUATES_LIKE_A_STEP
+)), workdir)
 """
 _ORBAX = "orbax.checkpoint:AsyncCheckpointer.save"
 _PLACES = [
