@@ -22,6 +22,8 @@ def test_a_policy_with_experts_learns_the_embedded_task(tmp_path):
     "--config.run.steps=6",
     "--config.run.trackers=()",
     "--config.eval.problems=8",
+    "--config.eval.samples=8",  # As in a step, with the same programs.
+    "--config.eval.greedy=False",
     "--config.eval.every=6",
     env=env,
   )

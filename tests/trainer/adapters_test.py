@@ -25,6 +25,7 @@ def make_run(model, **changes):
     "loss__kl_reward_coefficient": 0.01,
     "optimizer__policy__learning_rate": 1e-2,
     "run__steps": STEPS,
+    **tiny_run.EVALUATES_LIKE_A_STEP,
   }
   return build.make_run(tiny_run.make_config(model, **settings | changes))
 

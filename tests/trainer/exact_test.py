@@ -17,6 +17,7 @@ SHORT = {
   "value__pretrain_steps": 0,
   "run__steps": 3,
   "eval__every": 3,
+  **tiny_run.EVALUATES_LIKE_A_STEP,
 }
 # Both data types have unfinished responses, which continue after a restart.
 RUNS = {

@@ -28,7 +28,11 @@ def model(tmp_path_factory):
 
 def test_experts_train_and_resume_bit_for_bit(model, tmp_path):
   config = tiny_run.make_config(
-    model, run__steps=3, eval__every=2, model__replay_routing=True
+    model,
+    run__steps=3,
+    eval__every=2,
+    model__replay_routing=True,
+    **tiny_run.EVALUATES_LIKE_A_STEP,
   )
   rows = tiny_run.check_resumes(build.make_run(config), tmp_path)
   for role in ("policy", "value"):
@@ -47,6 +51,7 @@ def test_folded_experts_with_a_capacity_and_replay_train(model, tmp_path):
   config = tiny_run.make_config(
     model,
     run__steps=2,
+    **tiny_run.EVALUATES_LIKE_A_STEP,
     mesh__data=1,
     mesh__fsdp=2,
     mesh__tensor=2,
