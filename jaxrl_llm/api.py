@@ -27,12 +27,12 @@ from jaxrl_llm.data.rows import Row
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.evaluate import pass_counts
-from jaxrl_llm.generate import MAX_SAMPLES, Generation, make_prompts
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.system import plugin, signals
+from jaxrl_llm.tools.generate import MAX_SAMPLES, Generation, make_prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,13 +266,13 @@ class Policy:
       raise InputError(
         f"{self.path} is a model directory; give the sets to evaluate on"
       )
-    from jaxrl_llm.trainer import policy_evaluation
+    from jaxrl_llm.tools import evaluation
 
-    config = policy_evaluation.make_config(self, datasets, settings)
+    config = evaluation.make_config(self, datasets, settings)
     tries = pass_counts(config.eval.samples)
     return {
       one.name: one.results(tries) | one.errors(tries)
-      for one in policy_evaluation.evaluations(
+      for one in evaluation.evaluations(
         self, config, seed=seed, critic=critic, search=search
       )
     }

@@ -23,7 +23,7 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.rows import read_object
 from jaxrl_llm.errors import InputError, as_input_error, located
 from jaxrl_llm.learner import core
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 
 CONFIG, CHANGES = "config.json", "config_changes.jsonl"
 ROWS, MODEL = "metrics.jsonl", "base_model"

@@ -40,8 +40,9 @@ from typing import Any
 from benchmarks import devices, peers, summary
 from parts import program
 
-from jaxrl_llm import metrics, report
+from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.tools import report
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _TAIL_STEPS = {"full": 10, "small": 4}

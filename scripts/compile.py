@@ -58,11 +58,11 @@ from jaxrl_llm import models, sharding  # noqa: E402
 from jaxrl_llm.errors import InputError  # noqa: E402
 from jaxrl_llm.learner import core  # noqa: E402
 from jaxrl_llm.metrics.chips import Chip  # noqa: E402
-from jaxrl_llm.models import hf  # noqa: E402
-from jaxrl_llm.simulate import account, cost, hlo, mesh_search  # noqa: E402
-from jaxrl_llm.simulate.cost import Work  # noqa: E402
-from jaxrl_llm.simulate.models import MODELS  # noqa: E402
+from jaxrl_llm.models.files import hf  # noqa: E402
 from jaxrl_llm.system import files  # noqa: E402
+from jaxrl_llm.tools.simulate import account, cost, hlo, mesh_search  # noqa: E402
+from jaxrl_llm.tools.simulate.cost import Work  # noqa: E402
+from jaxrl_llm.tools.simulate.models import MODELS  # noqa: E402
 from jaxrl_llm.trainer import (  # noqa: E402
   build,
   meshes,

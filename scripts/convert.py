@@ -34,9 +34,9 @@ import numpy as np
 from parts import program
 
 from jaxrl_llm import api, checkpoint, models, workdir
-from jaxrl_llm.checkpoint import foreign
 from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.system import plugin
+from jaxrl_llm.tools import foreign
 
 
 def convert(options) -> str:

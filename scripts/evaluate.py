@@ -66,7 +66,7 @@ def make_config(policy):
   Raises:
     InputError: a flag cannot be used with this kind of directory.
   """
-  from jaxrl_llm.trainer import policy_evaluation
+  from jaxrl_llm.tools import evaluation
 
   given = config_flags.get_override_values(flags.FLAGS["config"])
   for name in ("samples", "problems", "temperature", "top_p"):
@@ -85,7 +85,7 @@ def make_config(policy):
     )
   config = _CONFIG.value if _CONFIG.present else None
   datasets = ",".join(_DATASET.value)
-  return policy_evaluation.make_config(policy, datasets, given, config)
+  return evaluation.make_config(policy, datasets, given, config)
 
 
 def results_of(evaluated) -> dict[str, float | None]:
@@ -194,7 +194,7 @@ def run() -> None:
   # Slow imports come late, so that a typo in a flag is reported at once.
   from jaxrl_llm import api
   from jaxrl_llm.system import plugin
-  from jaxrl_llm.trainer import policy_evaluation
+  from jaxrl_llm.tools import evaluation
 
   where = "give the --workdir of a run or a model directory"
   if not _CHECKPOINT.value:
@@ -210,7 +210,7 @@ def run() -> None:
   seed = config.run.seed if _SEED.value is None else _SEED.value
   found = []
   how = {"critic": _CRITIC.value, "search": _SEARCH.value or ""}
-  evaluations = policy_evaluation.evaluations(policy, config, seed=seed, **how)
+  evaluations = evaluation.evaluations(policy, config, seed=seed, **how)
   for evaluated in evaluations:
     if _OUT.value:
       write(pathlib.Path(_OUT.value), evaluated)

@@ -26,7 +26,7 @@ import sys
 import numpy as np
 from parts import program
 
-from jaxrl_llm import api, generate
+from jaxrl_llm import api
 from jaxrl_llm.data import rows
 from jaxrl_llm.data.prompt_source import TEMPLATES, Template
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -36,6 +36,7 @@ from jaxrl_llm.rollout import turns
 from jaxrl_llm.sampling import SamplingSettings
 from jaxrl_llm.sampling.settings import max_tokens_of
 from jaxrl_llm.system import plugin, signals
+from jaxrl_llm.tools import generate
 
 _STDIO = "-"
 # Settings of conversations, see the config group `environment`.

@@ -11,7 +11,8 @@ import sys
 
 from parts import program
 
-from jaxrl_llm import config, report
+from jaxrl_llm import config
+from jaxrl_llm.tools import report
 
 
 @program.one_line

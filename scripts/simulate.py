@@ -6,7 +6,7 @@
     python scripts/simulate.py --lengths=FILE
 
 Nothing runs on a device, and every number is simulated. Costs are derived from
-device specifications; --assume changes one, see jaxrl_llm.simulate.accelerator.
+device specifications; --assume changes one, see `simulate.accelerator`.
 Prints a table for every tail of the length distribution; writes OUT/table.md
 and OUT/schedules.png.
 """
@@ -21,9 +21,9 @@ import sys
 import numpy as np
 from parts import program
 
-from jaxrl_llm import report, simulate
 from jaxrl_llm.errors import InputError, as_input_error
-from jaxrl_llm.report.figure import figure, name_lines
+from jaxrl_llm.tools import report, simulate
+from jaxrl_llm.tools.report.figure import figure, name_lines
 
 # Formats of table columns that are not printed with three digits.
 _FORMATS = {

@@ -13,7 +13,7 @@ from helpers import cases, programs
 
 from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.simulate.models import MODELS
+from jaxrl_llm.tools.simulate.models import MODELS
 
 
 def collect(parts):

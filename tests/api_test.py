@@ -17,7 +17,7 @@ import jaxrl_llm
 from jaxrl_llm import base_models, metrics, models, register
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.trainer import policy_evaluation
+from jaxrl_llm.tools import evaluation
 from jaxrl_llm.trainer.validation import validate
 
 _CASES = cases.load("api")
@@ -135,7 +135,7 @@ class TestEvaluate:
 
   def test_fewer_samples_than_the_run_had(self, trained):
     more = {"eval.pass_k": (2,), "eval.samples": 1}
-    validate(policy_evaluation.make_config(trained[0], "", more))
+    validate(evaluation.make_config(trained[0], "", more))
 
   def test_training_files_are_read_only_for_worked_examples(
     self, trained, tmp_path
@@ -172,30 +172,30 @@ class TestEvaluate:
   @pytest.mark.slow
   def test_the_critic_of_a_run_values_responses(self, trained):
     policy, _ = trained
-    config = policy_evaluation.make_config(policy, "", {"eval.samples": 4})
-    (found,) = policy_evaluation.evaluations(policy, config, critic=True)
+    config = evaluation.make_config(policy, "", {"eval.samples": 4})
+    (found,) = evaluation.evaluations(policy, config, critic=True)
     assert found.values.shape == (4 * found.problems,)
     assert np.unique(found.values).size > found.problems
     results = found.results([])
     assert 0 <= results["best@4"] <= found.results([4])["pass@4"]
-    (again,) = policy_evaluation.evaluations(policy, config, critic=True)
+    (again,) = evaluation.evaluations(policy, config, critic=True)
     np.testing.assert_array_equal(found.values, again.values)
-    (searched,) = policy_evaluation.evaluations(policy, config, search="beam")
-    (again,) = policy_evaluation.evaluations(policy, config, search="beam")
+    (searched,) = evaluation.evaluations(policy, config, search="beam")
+    (again,) = evaluation.evaluations(policy, config, search="beam")
     assert searched.judged.texts == again.judged.texts != found.judged.texts
     assert 0 < searched.generated <= searched.values.size * 12
     with pytest.raises(ValueError, match="search='breadth', expected one of"):
-      next(policy_evaluation.evaluations(policy, config, search="breadth"))
+      next(evaluation.evaluations(policy, config, search="breadth"))
     config.environment.name, config.sampler.stop = "calculator", ("=",)
     with pytest.raises(InputError, match="search does not support env"):
-      next(policy_evaluation.evaluations(policy, config, search="beam"))
+      next(evaluation.evaluations(policy, config, search="beam"))
 
   def test_refusals(self, trained):
     policy, _ = trained
     with pytest.raises(InputError, match="has no critic; give a run with"):
       changes = {"estimator.name": "group"}
-      config = policy_evaluation.make_config(policy, "", changes)
-      list(policy_evaluation.evaluations(policy, config, critic=True))
+      config = evaluation.make_config(policy, "", changes)
+      list(evaluation.evaluations(policy, config, critic=True))
     with pytest.raises(InputError, match="is a model directory; give the sets"):
       jaxrl_llm.load().evaluate()
     with pytest.raises(InputError, match="eval.path=.* value of the right ty"):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm.simulate import account
+from jaxrl_llm.tools.simulate import account
 
 pytestmark = pytest.mark.slow
 

@@ -19,10 +19,10 @@ import pytest
 from helpers import programs, tiny_run
 
 from jaxrl_llm import checkpoint, models, workdir
-from jaxrl_llm.checkpoint import foreign
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import optimizer as optimizer_lib
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
+from jaxrl_llm.tools import foreign
 from jaxrl_llm.trainer import loop
 
 torch = pytest.importorskip("torch")

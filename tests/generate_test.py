@@ -11,7 +11,7 @@ import psutil
 import pytest
 from helpers import cases, chat_model, programs
 
-from jaxrl_llm import base_models, generate, models
+from jaxrl_llm import base_models, models
 from jaxrl_llm.data import rows
 from jaxrl_llm.data.prompt_source import TEMPLATES
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -19,6 +19,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.progress import Progress
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
+from jaxrl_llm.tools import generate
 
 _CASES = cases.load("generate")
 

@@ -13,7 +13,7 @@ from parts import topology
 
 from jaxrl_llm import sharding
 from jaxrl_llm.learner.lower import lower
-from jaxrl_llm.models import kernels
+from jaxrl_llm.models import backends
 from jaxrl_llm.models.grouped import grouped_matmul
 
 _KERNEL = re.compile(r" (?:fusion|custom-call|copy|scatter|sort)\(")
@@ -56,7 +56,7 @@ def _packed():
   """Compiles attention of a row of 8,192 tokens, with gradients."""
   place = sharding.packed_kv_sharding(_mesh(1), 2)
   (kind,) = lower_for_tpu.MODEL.period
-  backend = kernels.choose("pallas", [kind.attention], place)
+  backend = backends.choose("pallas", [kind.attention], place)
   attend = backend.make_packed_attention(kind.attention, sharding=place).attend
 
   def run(q, k, v, segments, prefixes):

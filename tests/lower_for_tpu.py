@@ -19,8 +19,8 @@ from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.learner.members import make_member, policy_training
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.sampling import Engine, EngineConfig
-from jaxrl_llm.simulate import hlo
-from jaxrl_llm.simulate.models import MODELS
+from jaxrl_llm.tools.simulate import hlo
+from jaxrl_llm.tools.simulate.models import MODELS
 from jaxrl_llm.trainer import build, model_fns
 from jaxrl_llm.trainer.meshes import Meshes
 

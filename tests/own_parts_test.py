@@ -16,7 +16,8 @@ from jaxrl_llm import api, metrics, register
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.system import plugin
-from jaxrl_llm.trainer import build, loop, policy_evaluation
+from jaxrl_llm.tools import evaluation
+from jaxrl_llm.trainer import build, loop
 
 _PROGRAMS = cases.load("code")
 
@@ -331,9 +332,9 @@ def test_the_code_that_a_run_names_needs_trust(
   policy = api.Policy(tmp_path, 1)
   if named:
     with pytest.raises(InputError, match=f"name code .*{named}.*--trust_code"):
-      policy_evaluation.make_config(policy, "", given)
+      evaluation.make_config(policy, "", given)
     policy = dataclasses.replace(policy, trust_code=True)
-  found = policy_evaluation.make_config(policy, "", given)
+  found = evaluation.make_config(policy, "", given)
   assert found.reward.name == config.reward.name
 
 

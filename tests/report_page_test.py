@@ -10,7 +10,7 @@ import urllib.parse
 import pytest
 from helpers import cases, html_page
 
-from jaxrl_llm import report
+from jaxrl_llm.tools import report
 
 _CASES = cases.load("report")
 

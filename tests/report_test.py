@@ -1,4 +1,4 @@
-"""Tests of jaxrl_llm.report and scripts/report.py."""
+"""Tests of jaxrl_llm.tools.report and scripts/report.py."""
 
 import builtins
 import itertools
@@ -9,7 +9,8 @@ import pytest
 import report as script
 from helpers import html_page, programs
 
-from jaxrl_llm import metrics, report
+from jaxrl_llm import metrics
+from jaxrl_llm.tools import report
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _HOSTILE = "<script>alert(1)</script> & \x1b[31m\n</td>"
@@ -182,7 +183,7 @@ class TestWritePage:
     file.append([sample.row(5)] * 3)
     file.close()
     # Two samples of the run have no tokens; two of these three fit.
-    monkeypatch.setattr("jaxrl_llm.report.page._MOST_CHARACTERS", 250)
+    monkeypatch.setattr("jaxrl_llm.tools.report.page._MOST_CHARACTERS", 250)
     picture = tmp_path / "curves.png"
     picture.write_bytes(_PNG)
     runs = [report.load_run(folder)]
@@ -255,15 +256,15 @@ def test_the_summary_counts_responses_on_which_the_reward_failed():
     {"step": i, "reward/mean": 0.5, "reward/errors": e}
     for i, e in enumerate((0.0, 1200.0, 34.0))
   ]
-  said = report.reached(report.Run("a", rows, {}))
+  said = metrics.reached(rows)
   assert said.endswith("; the reward failed on 1,234 responses in 2 steps")
-  assert "failed" not in report.reached(report.Run("a", rows[:1], {}))
+  assert "failed" not in metrics.reached(rows[:1])
 
 
 def test_the_last_line_says_that_evaluations_lack_verdicts():
   rows = [{"step": i, "eval/set/avg@4": 0.5} for i in range(3)]
   for row, share in zip(rows, (0.0, 0.25, 0.1)):
     row["eval/set/unjudged_fraction"] = share
-  assert "verdict" not in report.reached(report.Run("a", rows[:1], {}))
-  said = report.reached(report.Run("a", rows, {}))
+  assert "verdict" not in metrics.reached(rows[:1])
+  said = metrics.reached(rows)
   assert said.endswith("; in evaluations up to 25% had no verdict")

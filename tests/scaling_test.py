@@ -12,11 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from parts import topology
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import models, sharding, simulate
+from jaxrl_llm import models, sharding
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.chips import CHIPS, Chip
-from jaxrl_llm.simulate import account, cost, hlo, mesh_search
-from jaxrl_llm.simulate.models import MODELS
+from jaxrl_llm.tools import simulate
+from jaxrl_llm.tools.simulate import account, cost, hlo, mesh_search
+from jaxrl_llm.tools.simulate.models import MODELS
 from jaxrl_llm.trainer import validation
 
 _PROGRAMS = cases.load("code")

@@ -8,8 +8,8 @@ from helpers import tiny_experts
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sharding
-from jaxrl_llm.simulate import account, hlo
-from jaxrl_llm.simulate.models import MODELS
+from jaxrl_llm.tools.simulate import account, hlo
+from jaxrl_llm.tools.simulate.models import MODELS
 
 CONFIG = tiny_experts.CONFIG
 BIG = MODELS["qwen3-30b-a3b"]

@@ -1,4 +1,4 @@
-"""Tests of jaxrl_llm.simulate and scripts/simulate.py."""
+"""Tests of jaxrl_llm.tools.simulate and scripts/simulate.py."""
 
 import dataclasses
 import math
@@ -9,12 +9,12 @@ import pytest
 import simulate as script
 from helpers import scripted
 
-from jaxrl_llm import simulate
 from jaxrl_llm.rollout.schedule import RolloutSettings
 from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.sampling import EngineConfig, rules
-from jaxrl_llm.simulate import Plane, Requests
-from jaxrl_llm.simulate.engine import SimulatedEngine, SimulatedWriter
+from jaxrl_llm.tools import simulate
+from jaxrl_llm.tools.simulate import Plane, Requests
+from jaxrl_llm.tools.simulate.engine import SimulatedEngine, SimulatedWriter
 
 _FREE = simulate.CostModel(decode=(Plane(1.0, 0.0, 0.0),))
 # A decode step of n slots takes 10 + n seconds.

@@ -61,12 +61,12 @@ def test_a_constructor_takes_few_arguments():
 # Measures of today; see scripts/dev/shape.py for their goals. Lower them.
 _TODAY = {
   "named": 12,
-  "tables": 15,
+  "tables": 12,
   "untyped_config": 5,
   "untyped": 258,
   "keys": 185,
-  "lines": 25_078,
-  "imported": 176,
+  "lines": 25_183,
+  "imported": 173,
   "frames": 13,
 }
 

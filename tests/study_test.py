@@ -16,7 +16,7 @@ from studies import results
 from studies.tables import STUDIES, Study, Variant
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.report.figure import band
+from jaxrl_llm.tools.report.figure import band
 from jaxrl_llm.trainer.validation import validate
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]

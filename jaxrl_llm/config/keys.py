@@ -85,7 +85,7 @@ class Model(Group, path="model"):
     " of a response, instead of the trainer's own choice. Other models, and"
     " other versions of its weights, use their own. Costs layers * experts per"
     " token bytes per response token.", FIXED)
-  kernels: str = setting("auto", Names("models.kernels:NAMES"),
+  kernels: str = setting("auto", Names("models.backends:NAMES"),
     "Attention backend of trainer and sampler: plain XLA, or kernels for TPUs"
     " and GPUs ('pallas'). 'auto' chooses by device.")
 

@@ -18,6 +18,10 @@ from jaxrl_llm.metrics.measure import (
   peak_memory_gib as peak_memory_gib,
   watch_compilations as watch_compilations,
 )
+from jaxrl_llm.metrics.results import (
+  accuracy_names as accuracy_names,
+  reached as reached,
+)
 from jaxrl_llm.metrics.samples import (
   Sample as Sample,
   make_samples as make_samples,

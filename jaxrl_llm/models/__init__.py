@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.adapters import (
   BASE_DTYPES as BASE_DTYPES,
   Adapters as Adapters,

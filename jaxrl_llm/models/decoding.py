@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_llm.models import context, experts, transformer
+from jaxrl_llm.models.backends import Kernels, platform_of
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.kernels import Kernels, platform_of
 from jaxrl_llm.models.kv_cache import BlockTables, KVCache
 from jaxrl_llm.models.layers import AttentionKind
 from jaxrl_llm.models.numerics import Numerics

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 
 from jaxrl_llm.models import context, decoding, experts, heads, transformer
 from jaxrl_llm.models.adapters import base_of
+from jaxrl_llm.models.backends import choose
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.kernels import choose
 from jaxrl_llm.models.kv_cache import KVCache
 from jaxrl_llm.models.numerics import FLOAT32, Numerics
 from jaxrl_llm.models.params import merge

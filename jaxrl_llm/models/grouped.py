@@ -50,7 +50,7 @@ grouped_matmul.defvjp(_forward, _backward)
 
 def _kernels():
   # Pallas is slow to import, and other platforms do not need it.
-  from jaxrl_llm.models import grouped_gpu
+  from jaxrl_llm.models.kernels import grouped_gpu
 
   return grouped_gpu
 

@@ -24,7 +24,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import context
-from jaxrl_llm.models.kernels import platform_of
+from jaxrl_llm.models.backends import platform_of
 from jaxrl_llm.models.numerics import einsum
 
 _MIN_CHUNK = 128  # Time steps; on a CPU, larger chunks do not fit in the cache.

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.models import context
-from jaxrl_llm.models.kernels import platform_of
+from jaxrl_llm.models.backends import platform_of
 from jaxrl_llm.sampling.processors import Distribution
 from jaxrl_llm.sharding import axes_of
 

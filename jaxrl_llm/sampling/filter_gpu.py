@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxrl_llm.models.flash_gpu import pallas_call
+from jaxrl_llm.models.kernels.flash_gpu import pallas_call
 
 _CHUNK, _WARPS = 4096, 8  # Vocabulary entries per iteration, and warps.
 

@@ -28,7 +28,7 @@ from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import UpdateSettings
 from jaxrl_llm.learner.state import LearnerSettings
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.schedule import RolloutSettings
 from jaxrl_llm.rollout.worker import RolloutWorker, run_key

@@ -18,7 +18,8 @@ from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, as_input_error, located
 from jaxrl_llm.learner import core
 from jaxrl_llm.learner.algorithm import Algorithm
-from jaxrl_llm.models import ModelConfig, hf
+from jaxrl_llm.models import ModelConfig
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.rollout import turns
 from jaxrl_llm.rollout.turns import ConversationConfig, EnvironmentCalls
 from jaxrl_llm.system import processes

@@ -12,7 +12,7 @@ from jaxrl_llm.config import Settings
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.algorithm import Critic
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.trainer import data
 from jaxrl_llm.trainer.meshes import Meshes
 

@@ -13,7 +13,7 @@ from jaxrl_llm.errors import located
 from jaxrl_llm.evaluate import Evaluator
 from jaxrl_llm.learner import members
 from jaxrl_llm.learner.algorithm import Algorithm
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.rewards.groups import GroupReward
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.engine import RolloutEngine

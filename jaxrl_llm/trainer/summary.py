@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import models, sharding
+from jaxrl_llm import metrics, models, sharding
 from jaxrl_llm.config import Settings
 from jaxrl_llm.data import sources
 from jaxrl_llm.trainer.run import Run
@@ -30,10 +30,8 @@ def describe(run: Run) -> list[str]:
 
 def reached(rows: list[dict[str, Any]], folder: pathlib.Path) -> list[str]:
   """Returns lines on the results of a finished run and the next commands."""
-  from jaxrl_llm import report  # Once, at the end.
-
   return [
-    report.reached(report.Run(folder.name, rows, {})),
+    metrics.reached(rows),
     f"next: report.py {folder} (curves), evaluate.py --checkpoint={folder},"
     f" convert.py --checkpoint={folder} --out=MODEL",
   ]

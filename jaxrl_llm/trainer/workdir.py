@@ -26,7 +26,7 @@ from jaxrl_llm.config import Settings
 from jaxrl_llm.data import sources
 from jaxrl_llm.errors import InputError, TrainingStopped, as_input_error
 from jaxrl_llm.learner import core
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.system import files, processes
 from jaxrl_llm.trainer import validation
 from jaxrl_llm.workdir import Changes

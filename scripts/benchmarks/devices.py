@@ -22,10 +22,10 @@ from benchmarks.peers import SHAPES
 from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.chips import PEAK_FLOPS
-from jaxrl_llm.models import kernels
+from jaxrl_llm.models import backends
 from jaxrl_llm.models.transformer import multiplied_params
 from jaxrl_llm.sampling import EngineConfig, new_requests
-from jaxrl_llm.simulate.models import MODELS
+from jaxrl_llm.tools.simulate.models import MODELS
 from jaxrl_llm.types import Rollout, Status
 
 _REPEATS = 3
@@ -129,7 +129,7 @@ def measure_attention(sizes: Sizes) -> Iterator[Numbers]:
 
   for name in ("xla", "pallas"):
     try:
-      backend = kernels.choose(name, [kind])
+      backend = backends.choose(name, [kind])
     except InputError:
       continue  # The device does not have this backend.
     attend = backend.make_packed_attention(kind, sharding=None).attend

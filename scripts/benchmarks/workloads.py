@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks import summary, tail
 from benchmarks.peers import SHAPES
 
-from jaxrl_llm import estimators, metrics, models, simulate
+from jaxrl_llm import estimators, metrics, models
 from jaxrl_llm.sampling import (
   Engine,
   EngineConfig,
@@ -21,6 +21,7 @@ from jaxrl_llm.sampling import (
   continuous_batching,
   new_requests,
 )
+from jaxrl_llm.tools import simulate
 
 Samples = dict[str, list[float]]
 

@@ -97,6 +97,13 @@ def _untyped(text: str) -> int:
   )
 
 
+def _tables(text: str) -> int:
+  """Counts dictionaries of a module; sets of names are none."""
+  kinds = ast.Assign, ast.AnnAssign
+  found = (x for x in ast.parse(text).body if isinstance(x, kinds))
+  return sum(isinstance(x.value, ast.Dict) for x in found)
+
+
 def measures() -> collections.Counter[str]:
   """Returns the measures of `GOALS`."""
   of_all = [x for x in config.KEYS if not re.match(r"method\.\w+\.", x)]
@@ -109,9 +116,7 @@ def measures() -> collections.Counter[str]:
         map(bool, map(_OF_A_METHOD.search, text.splitlines()))
       )
     if room == "learner":
-      found["tables"] += len(
-        re.findall(r"^[A-Z_]+(?:: .*)? = (?:Table\(|{)", text, re.M)
-      )
+      found["tables"] += _tables(text)
     found["untyped_config"] += text.count("config: Any")
     found["untyped"] += _untyped(text)
     found["lines"] += code_lines(text)

@@ -12,7 +12,7 @@ from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.rewards import judge
 from jaxrl_llm.rollout.engine import RolloutEngine
-from jaxrl_llm.simulate import account
+from jaxrl_llm.tools.simulate import account
 from jaxrl_llm.trainer import summary, validation
 from jaxrl_llm.trainer.run import Run
 

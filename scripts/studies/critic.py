@@ -45,8 +45,8 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.tasks import ChainProblem
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import core
-from jaxrl_llm.report.figure import figure
 from jaxrl_llm.rollout.writer import Weights
+from jaxrl_llm.tools.report.figure import figure
 from jaxrl_llm.trainer import build
 from jaxrl_llm.trainer.value_pretraining import FOLDER
 

@@ -8,7 +8,7 @@ from studies.results import Outcome, leads
 from studies.tables import Study
 
 from jaxrl_llm import metrics
-from jaxrl_llm.report.figure import draw_mean, figure, name_lines
+from jaxrl_llm.tools.report.figure import draw_mean, figure, name_lines
 
 _AXES = {
   "steps": ("Steps", 1.0),

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from studies.tables import Study
 
-from jaxrl_llm import metrics, report
+from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.tools import report
 
 # Phases outside of training: evaluation and saving.
 _NOT_TRAINING = {"time/evaluate_s", "time/checkpoint_s"}
@@ -113,7 +114,7 @@ def outcome(rows: Sequence[Mapping[str, Any]]) -> Outcome:
   # The start includes value pretraining, a cost of some methods.
   seconds = totals("time/start_s") + totals("time/step_s")
   seconds -= sum(totals(name) for name in _NOT_TRAINING)
-  names = [next(iter(report.accuracy_names([row])), "") for row in rows]
+  names = [next(iter(metrics.accuracy_names([row])), "") for row in rows]
   accuracy = [row.get(name) for name, row in zip(names, rows)]
   accuracy = np.array(accuracy, np.float64)  # NaN where there is none.
   steps = np.array([row["step"] for row in rows], np.float64)

@@ -24,9 +24,10 @@ from parts import program
 from studies.results import write_csv
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import metrics, report
+from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.report.figure import figure, name_lines
+from jaxrl_llm.tools import report
+from jaxrl_llm.tools.report.figure import figure, name_lines
 from jaxrl_llm.trainer import build, loop
 
 SCHEDULES = {

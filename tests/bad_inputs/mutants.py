@@ -27,7 +27,7 @@ from jaxrl_llm import checkpoint, metrics, models, workdir
 from jaxrl_llm.data import rows
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 
 _LONGEST_S = 20  # Per reader; a longer time counts as a hang.
 _VALUES = (

@@ -10,7 +10,7 @@ from helpers import tiny
 from jax.experimental import pallas as pl
 
 from jaxrl_llm import models
-from jaxrl_llm.models import flash_gpu
+from jaxrl_llm.models.kernels import flash_gpu
 
 
 def interpret_gpu(monkeypatch):

@@ -14,7 +14,8 @@ from helpers import packed, tiny
 
 from jaxrl_llm import models, sync
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import adapters, hf
+from jaxrl_llm.models import adapters
+from jaxrl_llm.models.files import hf
 
 EVERYWHERE = ("attention", "mlp")
 

@@ -12,7 +12,8 @@ from helpers import packed, tiny_run
 from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.methods.hl_gauss import CategoricalHead
-from jaxrl_llm.models import heads, hf
+from jaxrl_llm.models import heads
+from jaxrl_llm.models.files import hf
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 CATEGORICAL = CategoricalHead(7, (-1.5, 2.0))

@@ -8,7 +8,7 @@ import pytest
 from helpers.interpreted import make_kind, with_gradients
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jaxrl_llm.models import grouped_gpu, kernels_gpu
+from jaxrl_llm.models.kernels import gpu, grouped_gpu
 from jaxrl_llm.sampling import choose, filter_gpu
 
 INT, FLOAT = jnp.int32, jnp.float32
@@ -27,12 +27,12 @@ def _count_kernels(function, *arrays):
 @pytest.mark.parametrize("window", [None, 100])
 def test_attention(dtype, window):
   kind = make_kind(window=window)
-  ours = kernels_gpu.make_packed_attention(kind, sharding=None).attend
+  ours = gpu.make_packed_attention(kind, sharding=None).attend
   q, k = ((2, 256, heads, 64) for heads in (4, 2))
   packed = (q, dtype), (k, dtype), (k, dtype), *[((2, 256), INT)] * 2
   attend = functools.partial(with_gradients, ours)
   assert _count_kernels(attend, *packed, (q, dtype)) == 3
-  sampler = kernels_gpu.Pallas(kind)
+  sampler = gpu.Pallas(kind)
   layer = (2, 256, 4, 64), dtype
   assert (
     _count_kernels(sampler.attend_contiguous, layer, (q, dtype), ((), INT)) == 1

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from helpers import interpreted
 
-from jaxrl_llm.models import grouped, grouped_gpu
+from jaxrl_llm.models import grouped
+from jaxrl_llm.models.kernels import grouped_gpu
 
 # Group sizes for tiles of 16 rows: one group, many, full tiles, partial tiles,
 # empty groups, and a smaller sum than the number of rows.

@@ -15,8 +15,9 @@ import safetensors.numpy
 
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import hf, hf_files, transformer
+from jaxrl_llm.models import transformer
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.files import hf, hf_files
 
 SIZES = dict(
   vocab_size=13,

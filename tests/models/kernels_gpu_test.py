@@ -17,7 +17,8 @@ from helpers.interpreted import (
 )
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import attention, flash_gpu, kernels, kernels_gpu
+from jaxrl_llm.models import attention, backends
+from jaxrl_llm.models.kernels import flash_gpu, gpu
 
 BLOCK, PAGE = 16, 4
 
@@ -26,7 +27,7 @@ BLOCK, PAGE = 16, 4
 def _interpreted(monkeypatch):
   interpreted.interpret_gpu(monkeypatch)
   monkeypatch.setattr(flash_gpu, "_BLOCK", BLOCK)
-  monkeypatch.setattr(kernels_gpu, "_PARTITION", BLOCK)
+  monkeypatch.setattr(gpu, "_PARTITION", BLOCK)
 
 
 def _rows(*rows):
@@ -47,7 +48,7 @@ def _random(*shapes, dtype=np.float32):
 
 
 def _backends(kind):
-  return kernels_gpu.Pallas(kind, sharding=None), kernels.Xla(kind)
+  return gpu.Pallas(kind, sharding=None), backends.Xla(kind)
 
 
 class TestPackedAttention:
@@ -70,13 +71,13 @@ class TestPackedAttention:
     count, time = self.ROWS.shape[1:]
     shape = lambda heads: (count, time, heads, size)
     q, k, v, g = _random(*map(shape, (heads, kv_heads, kv_heads, heads)))
-    ours = kernels_gpu.make_packed_attention(make_kind(), sharding=None).attend
+    ours = gpu.make_packed_attention(make_kind(), sharding=None).attend
     assert_equal(ours, attention.packed_attention, q, k, v, *self.ROWS, g)
 
   def test_bfloat16_is_as_near_as_its_rounding(self):
     shapes = [(5, 92, heads, 64) for heads in (4, 2, 2, 4)]
     q, k, v, g = _random(*shapes, dtype=jnp.bfloat16)
-    ours = kernels_gpu.make_packed_attention(make_kind(), sharding=None).attend
+    ours = gpu.make_packed_attention(make_kind(), sharding=None).attend
     exact = [np.asarray(x, np.float32) for x in (q, k, v, *self.ROWS, g)]
     exact[3:5] = self.ROWS
     for got, expected in zip(
@@ -111,7 +112,7 @@ class TestPackedAttention:
     prefixes = np.zeros_like(segments)
     shapes = [(*segments.shape, heads, 64) for heads in (4, 2, 2, 4)]
     q, k, v, g = _random(*shapes)
-    ours = kernels_gpu.make_packed_attention(
+    ours = gpu.make_packed_attention(
       make_kind(window=window), sharding=None
     ).attend
     xla = functools.partial(attention.packed_attention, window=window)
@@ -185,15 +186,15 @@ class TestDecode:
       grids.append(grid) or call(body, grid, *rest)
     )
     qkv = self._qkv(4, 2, 64, 1)
-    expected = self._run(kernels.Xla(make_kind()), self._tables(), *qkv)
-    backend = kernels_gpu.Pallas(make_kind(), sharding=None, kv_block=tokens)
+    expected = self._run(backends.Xla(make_kind()), self._tables(), *qkv)
+    backend = gpu.Pallas(make_kind(), sharding=None, kv_block=tokens)
     monkeypatch.setattr(flash_gpu, "pallas_call", spy)
     got = self._run(backend, self._tables(), *qkv)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
     assert grids[0][1] == partitions
 
   def test_other_slots_and_places_of_pages_change_no_bit(self):
-    backend = kernels_gpu.Pallas(make_kind(), sharding=None)
+    backend = gpu.Pallas(make_kind(), sharding=None)
     qkv = self._qkv(4, 2, 64, 1)
     expected = self._run(backend, self._tables(), *qkv)
     moved = self._run(backend, self._tables(1), *qkv)
@@ -202,7 +203,7 @@ class TestDecode:
     np.testing.assert_array_equal(alone, expected[:1])
 
   def test_blocks_before_the_window_are_not_read(self):
-    backend = kernels_gpu.Pallas(make_kind(window=20), sharding=None)
+    backend = gpu.Pallas(make_kind(window=20), sharding=None)
     q, k, v = self._qkv(4, 2, 64, 1)
     expected = self._run(backend, self._tables(), q, k, v)
     k[0, :48] = v[0, :48] = np.nan
@@ -211,7 +212,7 @@ class TestDecode:
 
   @pytest.mark.parametrize("window", [None, 20])
   def test_slots_share_the_pages_of_a_prompt(self, window):
-    backend = kernels_gpu.Pallas(make_kind(window=window), sharding=None)
+    backend = gpu.Pallas(make_kind(window=window), sharding=None)
     q, k, v = self._qkv(4, 2, 64, 1)
     for x in (k, v):
       x[3, :32] = x[0, :32]
@@ -221,13 +222,13 @@ class TestDecode:
     np.testing.assert_array_equal(self._run(backend, tables, q, k, v), expected)
 
   def test_a_cache_of_eight_bits_is_read_as_the_numbers_it_holds(self):
-    backend = kernels_gpu.Pallas(make_kind(), sharding=None)
+    backend = gpu.Pallas(make_kind(), sharding=None)
     table, (q, k, v) = self._tables(), self._qkv(4, 2, 64, 1)
     got = self._run(backend, table, q, k, v, dtype=jnp.float8_e4m3fn)
     k, v = (x.astype(jnp.float8_e4m3fn).astype(np.float32) for x in (k, v))
     np.testing.assert_array_equal(got, self._run(backend, table, q, k, v))
 
   def test_a_cache_beyond_32_bit_offsets_is_refused(self):
-    backend = kernels_gpu.Pallas(make_kind(), sharding=None)
+    backend = gpu.Pallas(make_kind(), sharding=None)
     with pytest.raises(InputError, match="reduce sampler.kv_pages"):
       jax.eval_shape(lambda: backend.init_paged(1, 2**17, 64, jnp.bfloat16))

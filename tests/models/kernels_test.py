@@ -26,14 +26,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm import models, sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import (
-  attention,
-  context,
-  flash_gpu,
-  kernels,
-  kernels_gpu,
-  kernels_tpu,
-)
+from jaxrl_llm.models import attention, backends, context
+from jaxrl_llm.models.kernels import flash_gpu, gpu, tpu
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 
 PAGE, PAGES = 4, 9
@@ -75,16 +69,16 @@ def _module(request, monkeypatch):
   whose first axis, queries, is longer than the second, the query heads per key
   head.
   """
-  monkeypatch.setattr(kernels, "platform_of", lambda sharding: request.param)
+  monkeypatch.setattr(backends, "platform_of", lambda sharding: request.param)
   if request.param == "gpu":
     interpret_gpu(monkeypatch)
-    yield kernels_gpu
+    yield gpu
     return
   monkeypatch.setattr(kernel.MultiPageAsyncCopyDescriptor, "wait", _wait)
-  monkeypatch.setattr(kernels_tpu, "_DECODE_QUERIES", 2)
-  monkeypatch.setattr(kernels_tpu, "_PREFILL_QUERIES", 2)
+  monkeypatch.setattr(tpu, "_DECODE_QUERIES", 2)
+  monkeypatch.setattr(tpu, "_PREFILL_QUERIES", 2)
   with pltpu.force_tpu_interpret_mode():
-    yield kernels_tpu
+    yield tpu
 
 
 def _block_tables(shards):
@@ -109,12 +103,12 @@ def _on_pages(backend, tables, q, k, v, dtype=None):
 
 
 def _both(module, run, config, *arguments, sharding=None):
-  backends = (
+  both = (
     module.Pallas(config, sharding=sharding),
-    kernels.Xla(config),
+    backends.Xla(config),
   )
   run = jax.jit(run, static_argnums=0)
-  return [np.asarray(run(backend, *arguments)) for backend in backends]
+  return [np.asarray(run(backend, *arguments)) for backend in both]
 
 
 def _close(got, expected):
@@ -159,8 +153,8 @@ class TestPallas:
         found.append(num_kv_pages_per_block) or q
       ),
     )
-    monkeypatch.setattr(kernels_tpu.ragged, "ragged_paged_attention", plain)
-    backend = kernels_tpu.Pallas(make_kind(), sharding=None, kv_block=tokens)
+    monkeypatch.setattr(tpu.ragged, "ragged_paged_attention", plain)
+    backend = tpu.Pallas(make_kind(), sharding=None, kv_block=tokens)
     _on_pages(backend, _block_tables(1), *_qkv(make_kind(), 1, LENGTHS.max()))
     assert found == [pages]
 
@@ -192,7 +186,7 @@ class TestPallas:
     )
 
   def test_eight_bit_pages_need_two_heads_on_a_device(self):
-    backend = kernels_tpu.Pallas(make_kind(2, 1), sharding=None)
+    backend = tpu.Pallas(make_kind(2, 1), sharding=None)
     with pytest.raises(InputError, match="needs two KV heads .* has 1 on 1"):
       backend.init_paged(1, PAGES, PAGE, jnp.float8_e4m3fn)
 
@@ -237,7 +231,7 @@ class TestPallas:
 
     def write(name):
       # Equal settings would return another platform's cached functions.
-      chunk = {kernels_tpu: 8, kernels_gpu: 16}[module]
+      chunk = {tpu: 8, gpu: 16}[module]
       fns = models.make_policy(config, kernels=name, head_chunk=chunk)
       params = tiny.widen(fns.init(jax.random.key(0)), jax.random.key(1))
       sizes = EngineConfig(3, 5, 7, page_size=PAGE, stop_tokens=(3,))
@@ -263,12 +257,12 @@ class TestPackedAttention:
     if request.param == "gpu":
       interpret_gpu(monkeypatch)
       monkeypatch.setattr(flash_gpu, "_BLOCK", 16)
-      return kernels_gpu
+      return gpu
     made = splash_attention_kernel._make_splash_attention
     interpreted = functools.partial(made, is_mqa=False, interpret=True)
-    monkeypatch.setattr(kernels_tpu.splash, "make_splash_mha", interpreted)
-    monkeypatch.setattr(kernels_tpu, "_ROW_BLOCK", 128)
-    return kernels_tpu
+    monkeypatch.setattr(tpu.splash, "make_splash_mha", interpreted)
+    monkeypatch.setattr(tpu, "_ROW_BLOCK", 128)
+    return tpu
 
   def _rows(self, config, time):
     """Makes q, k, v, segments, prefixes and a cotangent, padded at the end."""
@@ -362,7 +356,7 @@ class TestPackedAttention:
     segments = splash_attention_kernel.SegmentIds(
       *[jnp.array([5, 5, 5, 4, 4, 4, 3, 3])] * 2
     )
-    got = kernels_tpu._skip_blocks(info, segments, 2, by_keys=by_keys)
+    got = tpu._skip_blocks(info, segments, 2, by_keys=by_keys)
     mask = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
     np.testing.assert_array_equal(got.block_mask[0], mask)
     following = (
@@ -377,41 +371,41 @@ class TestChoose:
   @pytest.mark.parametrize(
     "name, platform, chosen",
     [
-      ("auto", "cpu", kernels.XLA),
-      ("auto", "gpu", kernels_gpu.PALLAS),
-      ("auto", "tpu", kernels_tpu.PALLAS),
-      ("xla", "gpu", kernels.XLA),
-      ("pallas", "gpu", kernels_gpu.PALLAS),
-      ("pallas", "tpu", kernels_tpu.PALLAS),
+      ("auto", "cpu", backends.XLA),
+      ("auto", "gpu", gpu.PALLAS),
+      ("auto", "tpu", tpu.PALLAS),
+      ("xla", "gpu", backends.XLA),
+      ("pallas", "gpu", gpu.PALLAS),
+      ("pallas", "tpu", tpu.PALLAS),
     ],
   )
   def test_a_name_is_a_backend_by_platform(
     self, name, platform, chosen, monkeypatch
   ):
-    monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
+    monkeypatch.setattr(backends, "platform_of", lambda sharding: platform)
     kinds = [make_kind(), make_kind(window=512)]
-    assert kernels.choose(name, kinds) is chosen
+    assert backends.choose(name, kinds) is chosen
     # No backend sees prefixes through a window, and TPUs none.
     seen = [
       chosen.make_packed_attention(kind, sharding=None).sees_prefixes
       for kind in kinds
     ]
-    assert seen == [chosen is not kernels_tpu.PALLAS, False]
+    assert seen == [chosen is not tpu.PALLAS, False]
 
   def test_pallas_is_refused_where_it_cannot_serve(self, monkeypatch):
     with pytest.raises(InputError, match="are cpu; use 'auto' or 'xla'"):
-      kernels.choose("pallas", [make_kind()])
+      backends.choose("pallas", [make_kind()])
     for platform, needed in ("tpu", ">= 64"), ("gpu", r"in \(16, .*, 256\)"):
-      monkeypatch.setattr(kernels, "platform_of", lambda _, p=platform: p)
+      monkeypatch.setattr(backends, "platform_of", lambda _, p=platform: p)
       with pytest.raises(InputError, match=f"head_dim {needed}, but .* has 8"):
-        kernels.choose("pallas", [make_kind(size=8)])
+        backends.choose("pallas", [make_kind(size=8)])
 
   def test_auto_says_that_it_falls_back(self, monkeypatch):
-    monkeypatch.setattr(kernels, "platform_of", lambda sharding: "tpu")
+    monkeypatch.setattr(backends, "platform_of", lambda sharding: "tpu")
     said = "using kernels='xla': 'pallas' needs head_dim"
     with pytest.warns(UserWarning, match=said):
-      assert kernels.choose("auto", [make_kind(size=8)]) is kernels.XLA
+      assert backends.choose("auto", [make_kind(size=8)]) is backends.XLA
 
   def test_an_unknown_name_is_an_error(self):
     with pytest.raises(ValueError, match="kernels='triton', expected one"):
-      kernels.choose("triton", [make_kind()])
+      backends.choose("triton", [make_kind()])

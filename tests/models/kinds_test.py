@@ -12,8 +12,9 @@ from helpers import packed, tiny
 
 from jaxrl_llm import models, register, sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import families, hf, layers
+from jaxrl_llm.models import families, layers
 from jaxrl_llm.models.families import llama
+from jaxrl_llm.models.files import hf
 
 
 @dataclasses.dataclass(frozen=True)

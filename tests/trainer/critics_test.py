@@ -140,7 +140,7 @@ def test_the_critic_may_be_smaller_than_the_policy(model, tmp_path):
   assert f", a critic of {size:,}, computed" in summary.describe(run)[1]
   loop.train(run, tmp_path / "run")
   api.load(tmp_path / "run").save_critic(tmp_path / "critic")
-  assert models.hf.read_config(tmp_path / "critic") == small
+  assert models.files.hf.read_config(tmp_path / "critic") == small
 
 
 def test_a_critic_that_is_not_of_a_directory_is_one_line(

@@ -13,7 +13,7 @@ from helpers import tiny_run
 
 from jaxrl_llm import api, checkpoint, models, workdir
 from jaxrl_llm.checkpoint import commit
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.trainer.value_pretraining import FOLDER
 

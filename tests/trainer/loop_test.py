@@ -19,7 +19,7 @@ from helpers import tiny_run
 from helpers.tiny_run import with_config
 from helpers.tiny_tppo import newest
 
-from jaxrl_llm import metrics, models, report
+from jaxrl_llm import metrics, models
 from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError, TrainingStopped
@@ -29,6 +29,7 @@ from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.rewards.verdict import Verdict
 from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.system import signals
+from jaxrl_llm.tools import report
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.trainer.value_pretraining import CHECKPOINTS, FOLDER
 from jaxrl_llm.trainer.workdir import Workdir

@@ -14,7 +14,7 @@ from jaxrl_llm import models
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 
 ASSETS = pathlib.Path(jaxrl_llm.__file__).parent / "assets"
 TASKS = tuple(pretraining.TASKS)

@@ -9,7 +9,7 @@ from helpers import tiny_run
 
 from jaxrl_llm import api, metrics
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.trainer import loop
 
 PADDING = 40

@@ -19,8 +19,8 @@ from jaxrl_llm.sampling.rules import SchedulingRule
 from jaxrl_llm.sampling.scheduler import Scheduler, TurnHook
 from jaxrl_llm.sampling.slots import DecodeOutput
 from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
-from jaxrl_llm.simulate.cost import CostModel
-from jaxrl_llm.simulate.lengths import Requests
+from jaxrl_llm.tools.simulate.cost import CostModel
+from jaxrl_llm.tools.simulate.lengths import Requests
 from jaxrl_llm.types import Responses, Rollout, Status, unjudged
 
 # A placeholder config: simulated rows have lengths but no tokens.

@@ -4,11 +4,15 @@ Runs the engine's scheduler and the worker of real runs, with programs that only
 advance a clock. Prices are an argument; times are computed, never measured.
 """
 
-from jaxrl_llm.simulate.comparison import Comparison
-from jaxrl_llm.simulate.cost import CostModel, Plane, accelerator, fit
-from jaxrl_llm.simulate.engine import predict
-from jaxrl_llm.simulate.lengths import Requests, lognormal, resample
-from jaxrl_llm.simulate.runs import asynchronous, pipelined, static_batches
+from jaxrl_llm.tools.simulate.comparison import Comparison
+from jaxrl_llm.tools.simulate.cost import CostModel, Plane, accelerator, fit
+from jaxrl_llm.tools.simulate.engine import predict
+from jaxrl_llm.tools.simulate.lengths import Requests, lognormal, resample
+from jaxrl_llm.tools.simulate.runs import (
+  asynchronous,
+  pipelined,
+  static_batches,
+)
 
 __all__ = [
   "Comparison",

@@ -15,9 +15,9 @@ from jaxrl_llm.config import Settings
 from jaxrl_llm.learner import core
 from jaxrl_llm.models import experts, heads, transformer
 from jaxrl_llm.sampling.allocator import default_page_size
-from jaxrl_llm.simulate import lengths
-from jaxrl_llm.simulate.cost import CostModel, Plane
-from jaxrl_llm.simulate.engine import predict
+from jaxrl_llm.tools.simulate import lengths
+from jaxrl_llm.tools.simulate.cost import CostModel, Plane
+from jaxrl_llm.tools.simulate.engine import predict
 
 FILLED = 0.95  # Filled fraction of packed rows.
 # Response lengths are lognormal: 99th percentile divided by the median.

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm import metrics
-from jaxrl_llm.report import time_spent
-from jaxrl_llm.report.runs import Run, accuracy_names, flatten, reached
+from jaxrl_llm.metrics import accuracy_names, reached
 from jaxrl_llm.system import files
+from jaxrl_llm.tools.report import time_spent
+from jaxrl_llm.tools.report.runs import Run, flatten
 
-_ASSETS = pathlib.Path(__file__).parents[1] / "assets" / "report"
+_ASSETS = pathlib.Path(__file__).parents[2] / "assets" / "report"
 _NO_METRICS = ("time", "nonfinite")  # Fields of a row.
 # Metric -> column of the table of steps, after the columns of evaluations.
 _COLUMNS = {
@@ -69,7 +70,8 @@ def write_page(
     _element(f"tokens{i // _BLOCK}", "\n".join(details[i : i + _BLOCK]))
     for i in range(0, len(details), _BLOCK)
   ]
-  lines = [(f"{run.name}: " * (len(runs) > 1)) + reached(run) for run in runs]
+  named = len(runs) > 1
+  lines = [f"{x.name}: " * named + reached(x.rows) for x in runs]
   lines = [f'<p class="reached">{html.escape(line)}</p>' for line in lines]
   page = string.Template((_ASSETS / "page.html").read_text("utf-8")).substitute(
     title=html.escape(", ".join(run.title for run in runs)),

@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import context
-from jaxrl_llm.models.kernels import Backend, Interleaved, PackedAttention
+from jaxrl_llm.models.backends import Backend, Interleaved, PackedAttention
 from jaxrl_llm.models.layers import AttentionKind
 
 _LANES = 128  # Lanes of a vector register.

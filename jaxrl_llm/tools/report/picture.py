@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.report.figure import draw_mean, figure, name_lines
-from jaxrl_llm.report.runs import (
+from jaxrl_llm.metrics.results import accuracy_names, reached, series
+from jaxrl_llm.tools.report.figure import draw_mean, figure, name_lines
+from jaxrl_llm.tools.report.runs import (
   Run,
-  accuracy_names,
   have_a_mean,
-  reached,
-  series,
 )
 
 _PHASES = 5  # Number of phases drawn, the longest ones.
@@ -94,9 +92,9 @@ def draw(
     raise InputError("none of the panels' metrics was logged")
   columns = min(3, len(shown))
   lines = math.ceil(len(shown) / columns)
-  title = f"{runs[0].title}\n{reached(runs[0])}"
+  title = f"{runs[0].title}\n{reached(runs[0].rows)}"
   if len(runs) > 1:
-    title = "\n".join(f"{run.name}: {reached(run)}" for run in runs)
+    title = "\n".join(f"{run.name}: {reached(run.rows)}" for run in runs)
   title = title.strip()
   with figure(path, lines, columns, title=title) as (sheet, axes):
     for axis, (name, metrics) in zip(axes, shown.items()):
@@ -128,7 +126,7 @@ def _metrics(runs: Sequence[Run], panel: str) -> dict[str, str]:
   elif panel == "time" and len(runs) == 1:
     phases = {name for row in rows for name in row if name[:5] == "time/"}
     phases -= {"time/step_s", "time/start_s"}
-    seconds = {name: series(runs[0], name)[1].sum() for name in phases}
+    seconds = {name: series(runs[0].rows, name)[1].sum() for name in phases}
     longest = sorted(phases, key=lambda name: (-seconds[name], name))[:_PHASES]
     more = {x: x[5:].removesuffix("_s").replace("_", " ") for x in longest}
   return PANELS[panel][1] | more
@@ -146,9 +144,9 @@ def _draw_metric(
     style = {"linestyle": "", "marker": marker, "markersize": 4}
   for number, run in enumerate(runs):
     style["color"] = f"C{number if several else index}"
-    steps, values = series(run, metric)
+    steps, values = series(run.rows, metric)
     if sparse:
-      errors = dict(zip(*series(run, f"{metric}_se")))
+      errors = dict(zip(*series(run.rows, f"{metric}_se")))
       errors = [errors.get(step, 0.0) for step in steps]
       axis.errorbar(steps, values, errors, capsize=2.5, **style)
     else:
@@ -158,7 +156,7 @@ def _draw_metric(
   if several:
     style["color"] = "black"
   if have_a_mean(runs) and not sparse:
-    curves = [series(run, metric) for run in runs]
+    curves = [series(run.rows, metric) for run in runs]
     curves = [(steps, _smooth(values)) for steps, values in curves]
     draw_mean(axis, curves, **style)
   axis.plot([], [], label=label, **style)

@@ -18,7 +18,7 @@ from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxrl_llm.models.flash_gpu import Refs, dot, pallas_call
+from jaxrl_llm.models.kernels.flash_gpu import Refs, dot, pallas_call
 
 # Maximum rows of a tile, its columns, and the terms of a sum per iteration:
 # with these, every kernel fits in 99 KiB of shared memory. None has been timed.

@@ -21,11 +21,10 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from jaxrl_llm import digest
 from jaxrl_llm.errors import InputError, check_number
-from jaxrl_llm.models import hf_files
 from jaxrl_llm.models.adapters import FACTORS, Adapters
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.heads import ValueHead
-from jaxrl_llm.models.hf_layout import (
+from jaxrl_llm.models.files import hf_files
+from jaxrl_llm.models.files.hf_layout import (
   Entry,
   Leaf,
   entries_of,
@@ -33,6 +32,7 @@ from jaxrl_llm.models.hf_layout import (
   shapes_of,
   tensor_shapes,
 )
+from jaxrl_llm.models.heads import ValueHead
 
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _ADAPTERS = re.compile(r"adapter_(config\.json|model\.safetensors)")

@@ -15,7 +15,7 @@ from jaxrl_llm.config import Settings
 from jaxrl_llm.learner import core
 from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.models.transformer import REMAT_POLICIES
-from jaxrl_llm.simulate import account
+from jaxrl_llm.tools.simulate import account
 
 # Candidates: sizes of the tensor axis, rows per device, first-moment dtypes.
 _TENSOR, _ROWS = (1, 2, 4, 8, 16), (1, 2, 4, 8)

@@ -10,7 +10,7 @@ A folder holds the state of one model in one of three forms:
 
 Moments have the layout of their parameters. Parameters are named as in Hugging
 Face files or, in Tunix, by names derived from these, so layouts and names come
-from `models.hf`.
+from `models.files.hf`.
 
 Reading executes nothing that a file contains: `torch.load(weights_only=True)`
 reads optimizer.pt and the tensors of a distributed checkpoint. Its .metadata is
@@ -32,8 +32,8 @@ import orbax.checkpoint as ocp
 
 from jaxrl_llm.checkpoint import trees as trees_lib
 from jaxrl_llm.errors import InputError, as_input_error
-from jaxrl_llm.models import hf, hf_files
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.files import hf, hf_files
 
 # Weights by tensor name, moments by tensor name and kind: NAME.exp_avg.
 Arrays = dict[str, np.ndarray]

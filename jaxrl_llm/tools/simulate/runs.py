@@ -15,9 +15,9 @@ from jaxrl_llm.rollout.schedule import RolloutSettings
 from jaxrl_llm.rollout.worker import RolloutWorker
 from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.sampling.rules import Decision, SchedulerView, SchedulingRule
-from jaxrl_llm.simulate.cost import CostModel
-from jaxrl_llm.simulate.engine import SimulatedEngine, SimulatedWriter
-from jaxrl_llm.simulate.lengths import Requests
+from jaxrl_llm.tools.simulate.cost import CostModel
+from jaxrl_llm.tools.simulate.engine import SimulatedEngine, SimulatedWriter
+from jaxrl_llm.tools.simulate.lengths import Requests
 from jaxrl_llm.types import Rollout, ended, join_rows, too_old
 
 

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from jaxrl_llm.models import families, hf_files, transformer
+from jaxrl_llm.models import families, transformer
 from jaxrl_llm.models.adapters import FACTORS
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.files import hf_files
 
 
 class Leaf(NamedTuple):

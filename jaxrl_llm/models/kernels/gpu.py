@@ -37,10 +37,11 @@ from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import context, flash_gpu
+from jaxrl_llm.models import context
 from jaxrl_llm.models.attention import MASKED, in_reach
-from jaxrl_llm.models.flash_gpu import Refs
-from jaxrl_llm.models.kernels import Backend, Interleaved, PackedAttention
+from jaxrl_llm.models.backends import Backend, Interleaved, PackedAttention
+from jaxrl_llm.models.kernels import flash_gpu
+from jaxrl_llm.models.kernels.flash_gpu import Refs
 from jaxrl_llm.models.layers import AttentionKind
 
 _HEAD_DIMS = (16, 32, 64, 128, 256)

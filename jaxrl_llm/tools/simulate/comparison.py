@@ -10,9 +10,13 @@ import numpy as np
 from jaxrl_llm import sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.schedule import RolloutSettings
-from jaxrl_llm.simulate.cost import CostModel
-from jaxrl_llm.simulate.lengths import Requests
-from jaxrl_llm.simulate.runs import asynchronous, pipelined, static_batches
+from jaxrl_llm.tools.simulate.cost import CostModel
+from jaxrl_llm.tools.simulate.lengths import Requests
+from jaxrl_llm.tools.simulate.runs import (
+  asynchronous,
+  pipelined,
+  static_batches,
+)
 
 BASELINE = "static"
 _SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)  # Fractions of devices for sampling.

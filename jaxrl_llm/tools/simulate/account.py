@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 
 from jaxrl_llm.metrics.chips import Chip
-from jaxrl_llm.simulate.cost import Work, bound
-from jaxrl_llm.simulate.sizes import Sizes as Sizes
+from jaxrl_llm.tools.simulate.cost import Work, bound
+from jaxrl_llm.tools.simulate.sizes import Sizes as Sizes
 
 # Program -> role of the model, and whether it is updated.
 PROGRAMS = {

@@ -27,8 +27,8 @@ from jaxrl_llm.models.paged_attention import PagedLayer
 
 NAMES = ("auto", "xla", "pallas")
 _MODULES = {  # Kernels by platform.
-  "tpu": "jaxrl_llm.models.kernels_tpu",
-  "gpu": "jaxrl_llm.models.kernels_gpu",
+  "tpu": "jaxrl_llm.models.kernels.tpu",
+  "gpu": "jaxrl_llm.models.kernels.gpu",
 }
 
 

@@ -1,0 +1,1 @@
+"""Reads and writes models as Hugging Face directories."""
