@@ -83,8 +83,8 @@ def test_user_code_and_the_current_folder(tmp_path):
   for name in _NAMES.split():
     (cwd / name).parent.mkdir(parents=True, exist_ok=True)
     (cwd / f"{name}.py").write_text(_RAISES)
-  (tmp_path / "score.py").write_text(_SCORE)
-  (tmp_path / "hostile_score.py").write_text(_HOSTILE)
+  (tmp_path / "points.py").write_text(_SCORE)
+  (tmp_path / "hostile_points.py").write_text(_HOSTILE)
 
   def train(name, file, **where):
     changes = {
@@ -98,16 +98,16 @@ def test_user_code_and_the_current_folder(tmp_path):
     programs.finish("scripts/train.py", *given, **where)
     return results(tmp_path / name)
 
-  expected = train("plain", "score.py")
+  expected = train("plain", "points.py")
   assert expected[0][-1]["reward/errors"] == 0
-  assert train("faults", "hostile_score.py", cwd=cwd) == expected
+  assert train("faults", "hostile_points.py", cwd=cwd) == expected
   found = psutil.process_iter(["cmdline"])
   assert not [p for p in found if _LONG in (p.info["cmdline"] or ())]
   assert not os.path.exists(os.path.join("/tmp", _LONG))
   # The code of the run needs trust, but not to resume one's own run.
   evaluate = f"--checkpoint={tmp_path / 'plain'}", "--problems=1"
   said = programs.refused("evaluate", *evaluate)
-  assert f"{tmp_path / 'score.py'}; read it" in said
+  assert f"{tmp_path / 'points.py'}; read it" in said
   assert not programs.run("evaluate", *evaluate, "--trust_code")[0]
   given = f"--workdir={tmp_path / 'plain'}"
   assert "last step" in programs.finish("scripts/train.py", given)[0]
