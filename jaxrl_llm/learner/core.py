@@ -261,16 +261,15 @@ def compose(s: Settings) -> Algorithm:
   if len({*s.method.use}) < len(s.method.use):
     raise InputError(f"config.method.use={s.method.use!r}: give a method once")
   algorithm = base = ESTIMATORS[s.estimator.name](s)
-  changed_by = {}
+  changed_by, undone = {}, ""
   for name in s.method.use:
     before, algorithm = algorithm, apply(name, algorithm, s)
     for field in _REPLACED:
       old, new = getattr(before, field), getattr(algorithm, field)
-      if field in changed_by and _is_lost(old, new):
-        raise InputError(
-          f"config.method.use={s.method.use!r}: {name!r} replaces the"
-          f" {field} that {changed_by[field]!r} chose; use one of them"
-        )
+      # A user's method may override on purpose, as in an ablation.
+      if field in changed_by and _is_lost(old, new) and not _is_own(name):
+        chosen = f"the {field} that {changed_by[field]!r} chose"
+        undone = f"{name!r} replaces {chosen}; use one of them"
       if new is not old:
         changed_by[field] = name
   for name in INPUTS:
@@ -283,7 +282,14 @@ def compose(s: Settings) -> Algorithm:
   with located(f"config.method.use={s.method.use!r}"):
     for check in algorithm.checks:
       check(algorithm)
+    if undone:
+      raise InputError(undone)
   return algorithm
+
+
+def _is_own(name: str) -> bool:
+  """Returns whether a method is a user's: registered, or of a file."""
+  return name in METHODS or ":" in name
 
 
 def _is_lost(old: Any, new: Any) -> bool:
@@ -311,7 +317,7 @@ def apply(name: str, algorithm: Algorithm, s: Settings) -> Algorithm:
       f" {', '.join([*known][2:]) or 'none'}"
     )
   guard, code = contextlib.nullcontext(), getattr(fn, "__code__", None)
-  if code and (name in METHODS or ":" in name):
+  if code and _is_own(name):
     guard = plugin.user_code(code.co_filename)
   with located(what), guard:
     made = fn(algorithm, s, **settings)
