@@ -145,6 +145,18 @@ def wait_for_lines(file, count, started=()):
   wait_until(written, f"line {count} of {file}")
 
 
+@contextlib.contextmanager
+def _captured():
+  """Yields what is printed and said, but not by garbage of earlier tests."""
+  out, err, hook = io.StringIO(), io.StringIO(), sys.unraisablehook
+  sys.unraisablehook = lambda _: None
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    try:
+      yield out, err
+    finally:
+      sys.unraisablehook = hook
+
+
 def refused(main, *flags):
   """Returns the line with which a program in this process rejects its flags.
 
@@ -155,7 +167,7 @@ def refused(main, *flags):
   if isinstance(main, str):
     code, _, said = run(main, *flags)
   else:
-    with contextlib.redirect_stderr(io.StringIO()) as error:
+    with _captured() as (_, error):
       code = main([*map(str, flags)])
     said = error.getvalue()
   assert code == 2 and said.count("\n") == 1, said
@@ -171,8 +183,7 @@ def run(name, *arguments):
   known, argv = set(flags.FLAGS), sys.argv
   given = [f"{name}.py", *map(str, arguments)]
   sys.argv = command_line._prepared(given)
-  out, err = io.StringIO(), io.StringIO()
-  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+  with _captured() as (out, err):
     try:
       program = runpy.run_path(str(_ROOT / "scripts" / f"{name}.py"))
       check = program.get("check_flags", lambda: None)
