@@ -71,24 +71,20 @@ class TestScript:
     (folder / "config.json").write_text(json.dumps(self.CONFIG))
     return folder
 
-  def compile(self, folder, topology, *flags, **more):
+  def compile(self, folder, topology, *flags):
     return subprocess.run(
       [
         *(sys.executable, "scripts/compile.py", f"--topology={topology}"),
         *("--config=configs/tppo.py:qwen2.5-1.5b", f"--cache={folder}/cache"),
         *(f"--config.model.path={folder}", *self.SMALL, *flags),
       ],
-      env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | more,
+      env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
       capture_output=True,
       text=True,
     )
 
   def test_says_what_fits_and_where_the_time_goes(self, folder, topology):
-    done = self.compile(
-      *(folder, topology, "--config.sampler.kv_pages=40000"),
-      # In a third of the time, with the same partitions, kernels and buffers.
-      JAX_OPTIMIZATION_LEVEL="O0",
-    )
+    done = self.compile(folder, topology, "--config.sampler.kv_pages=40000")
     assert done.returncode == 0, done.stderr
     programs, phases = done.stdout.split("| program | TFLOP |")
     held = dict(re.findall(r"\| (sampler [\w ]+) \|.* ([\d.]+) of ", programs))

@@ -107,7 +107,8 @@ def _decode_at_scale():
 
 
 def main():
-  # In a third of the time, with the same partitions, kernels and buffers.
+  # In a third of the time, with the same partitions, kernels and buffers;
+  # compile_test.py compiles as users do.
   jax.config.update("jax_optimization_level", "O0")
   topology = topologies.get_topology_desc(
     platform="tpu", topology_name=TOPOLOGY
