@@ -116,7 +116,7 @@ def without(values, *keys):
 class TestFromHf:
   @pytest.mark.parametrize(
     ("name", "count"),
-    # Published parameter counts of these models.
+    # Published parameter counts of these models; OLMo 3's from its shapes.
     [
       ("qwen3_moe", 30_532_122_624),
       ("gemma3", 999_885_952),

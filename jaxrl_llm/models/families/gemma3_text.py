@@ -17,12 +17,6 @@ from jaxrl_llm.models.layers import MlpKind
 
 _PERIOD = 6
 _LOCAL = "rope_parameters.sliding_attention"  # Without theta.
-_TYPES = ("sliding_attention",) * (_PERIOD - 1) + ("full_attention",)
-
-
-def _layer_types(config: ModelConfig) -> list[str]:
-  """Returns the types of all layers; the last period may be incomplete."""
-  return [_TYPES[i % _PERIOD] for i in range(config.num_layers)]
 
 
 def _period(config: ModelConfig) -> tuple[Any, ...]:
@@ -40,9 +34,7 @@ def _period(config: ModelConfig) -> tuple[Any, ...]:
     rope_scaling=None,
   )
   sliding = dataclasses.replace(full, attention=attention)
-  kinds = {"sliding_attention": sliding, "full_attention": full}
-  whole = config.num_layers % _PERIOD == 0
-  return tuple(kinds[x] for x in (_TYPES if whole else _layer_types(config)))
+  return llama.every_nth(config, _PERIOD, full, sliding)
 
 
 def _respelled(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +53,7 @@ def _respelled(values: Mapping[str, Any]) -> dict[str, Any]:
 def _supported(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
   return {
     "hidden_activation": ("gelu_pytorch_tanh",),
-    "layer_types": (_layer_types(config), None),
+    "layer_types": (llama.layer_types(config, _PERIOD), None),
     "sliding_window_pattern": (_PERIOD, None),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),

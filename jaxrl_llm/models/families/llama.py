@@ -39,6 +39,23 @@ def make_layer(config: ModelConfig, **differences: Any) -> DecoderKind:
   return DecoderKind(attention=attention, mlp=MlpKind(bias=config.mlp_bias))
 
 
+def every_nth(config: ModelConfig, n: int, last: Any, others: Any) -> tuple:
+  """Returns a period in which every n-th layer differs from the others.
+
+  It has all layers if their number is no multiple of n.
+  """
+  count = config.num_layers if config.num_layers % n else n
+  return tuple(others if i % n else last for i in range(1, count + 1))
+
+
+def layer_types(config: ModelConfig, n: int) -> list[str]:
+  """Returns the types of all layers, of which every n-th has full attention."""
+  return [
+    "sliding_attention" if i % n else "full_attention"
+    for i in range(1, config.num_layers + 1)
+  ]
+
+
 def supported(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
   """Allows full attention and plain weights; see `Family.supported`."""
   return {

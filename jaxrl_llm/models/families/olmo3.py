@@ -3,7 +3,7 @@
 Every fourth layer attends to all positions, the others to a window; only the
 former scale rope. Queries and keys are normed over all heads together.
 
-Reference: OLMo Team 2025, OLMo 3, arXiv 2512.13961.
+Reference: OLMo Team 2025, Olmo 3; `Olmo3ForCausalLM` of transformers.
 """
 
 import dataclasses
@@ -15,12 +15,6 @@ from jaxrl_llm.models.families import llama
 
 _PERIOD = 4
 _LOCAL = "rope_parameters.sliding_attention"  # Without the theta of all layers.
-_TYPES = ("sliding_attention",) * (_PERIOD - 1) + ("full_attention",)
-
-
-def _layer_types(config: ModelConfig) -> list[str]:
-  """Returns the types of all layers; the last period may be incomplete."""
-  return [_TYPES[i % _PERIOD] for i in range(config.num_layers)]
 
 
 def _period(config: ModelConfig) -> tuple[Any, ...]:
@@ -34,9 +28,7 @@ def _period(config: ModelConfig) -> tuple[Any, ...]:
     full.attention, window=window, rope_scaling=None
   )
   sliding = dataclasses.replace(full, attention=attention)
-  kinds = {"sliding_attention": sliding, "full_attention": full}
-  whole = config.num_layers % _PERIOD == 0
-  return tuple(kinds[x] for x in (_TYPES if whole else _layer_types(config)))
+  return llama.every_nth(config, _PERIOD, full, sliding)
 
 
 def _respelled(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +56,7 @@ def _spelled(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _supported(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
   return llama.supported(config) | {
-    "layer_types": (_layer_types(config), None),
+    "layer_types": (llama.layer_types(config, _PERIOD), None),
     _LOCAL: ({"rope_type": "default"}, {}, None),
   }
 

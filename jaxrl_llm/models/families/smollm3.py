@@ -12,10 +12,8 @@ _PERIOD = 4
 
 
 def _period(config: ModelConfig) -> tuple[Any, ...]:
-  count = config.num_layers if config.num_layers % _PERIOD else _PERIOD
-  return tuple(
-    llama.make_layer(config, rotary=bool(x)) for x in _have_rope(count)
-  )
+  make = lambda rotary: llama.make_layer(config, rotary=rotary)
+  return llama.every_nth(config, _PERIOD, make(False), make(True))
 
 
 def _have_rope(count: int) -> list[int]:
