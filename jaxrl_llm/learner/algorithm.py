@@ -179,6 +179,21 @@ class Algorithm:
       fields[field] = {**old, **new}
     return dataclasses.replace(self, **fields)
 
+  def changed(self, before: "Algorithm") -> dict[str, bool]:
+    """Maps the fields in `_SINGLE` that differ from those before a method.
+
+    Returns:
+      Name of a field -> whether its earlier value is lost. It is not if a part
+      was chained to it, or a critic was changed.
+    """
+    found = {}
+    for field in _SINGLE:
+      old, new = getattr(before, field), getattr(self, field)
+      if new is not old:
+        chained = isinstance(new, Part) and new.of is None
+        found[field] = not (chained or isinstance(new, Critic))
+    return found
+
   @functools.cached_property
   def parts(self) -> dict[str, Part]:
     """Every input that is computed from others, by name."""
@@ -278,6 +293,11 @@ _ADDED = _UNIQUE | {
   *("inputs", "providers", "masks", "auxiliary", "metrics"),
   *("stages", "checks", "shaped_by"),
 }
+# Fields with one value, which a method replaces or builds on.
+_SINGLE = (
+  *("advantages", "policy_loss", "critic", "prompts"),
+  *("group_reward", "replay", "feed", "pruning"),
+)
 _MODELS, _OF_MODELS = ("policy", "critic"), {"balance"}
 # Inputs computed within an update, from the current model and packed rows.
 _OF_THE_POLICY = {"logprobs", "entropy", "mask", "segments"}

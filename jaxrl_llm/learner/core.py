@@ -197,12 +197,6 @@ def importance(s: Settings, kind: str, high: float, **inputs: str) -> Part:
   return part(fn, bounds, mask="policy_mask", **inputs)
 
 
-# Fields of which a method replaces what earlier ones chose.
-_REPLACED = (
-  *("advantages", "policy_loss", "critic", "prompts"),
-  *("group_reward", "replay", "feed", "pruning"),
-)
-
 # Estimator -> (settings of a run) -> algorithm, and policy loss -> (config
 # group loss) -> part; `register` adds to them.
 ESTIMATORS: dict[str, Callable[[Settings], Algorithm]] = {
@@ -264,14 +258,12 @@ def compose(s: Settings) -> Algorithm:
   changed_by, undone = {}, ""
   for name in s.method.use:
     before, algorithm = algorithm, apply(name, algorithm, s)
-    for field in _REPLACED:
-      old, new = getattr(before, field), getattr(algorithm, field)
+    for field, lost in algorithm.changed(before).items():
       # A user's method may override on purpose, as in an ablation.
-      if field in changed_by and _is_lost(old, new) and not _is_own(name):
+      if lost and field in changed_by and not _is_own(name):
         chosen = f"the {field} that {changed_by[field]!r} chose"
         undone = f"{name!r} replaces {chosen}; use one of them"
-      if new is not old:
-        changed_by[field] = name
+      changed_by[field] = name
   for name in INPUTS:
     changed = algorithm.inputs[name] is not base.inputs[name]
     if changed or name in algorithm.providers:
@@ -290,13 +282,6 @@ def compose(s: Settings) -> Algorithm:
 def _is_own(name: str) -> bool:
   """Returns whether a method is a user's: registered, or of a file."""
   return name in METHODS or ":" in name
-
-
-def _is_lost(old: Any, new: Any) -> bool:
-  """Returns whether a method replaced what it was given, not built on it."""
-  if new is old or isinstance(new, Critic):
-    return False
-  return not isinstance(new, Part) or new.of is not None  # Not chained.
 
 
 def apply(name: str, algorithm: Algorithm, s: Settings) -> Algorithm:
