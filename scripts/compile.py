@@ -98,11 +98,11 @@ class Programs:
     self.compiler = f"{jax.__version__} {devices[0].client.platform_version}"
     both = meshes.make_meshes(config, devices)
     algorithm = core.make_algorithm(config)
-    fns, critic_fns = model_fns.make_policy_fns(config, model, both), None
-    if critic := algorithm.critic:
-      critic_fns = model_fns.make_critic_fns(config, critic, model, both)
+    fns, critic = model_fns.make_policy_fns(config, model, both), None
+    if of := algorithm.critic:
+      critic = model_fns.make_critic_fns(config, of, model, both)
     self.learner = build.make_learner(
-      config, algorithm, fns, "", both.trainer, critic=critic_fns
+      config, algorithm, fns, "", both.trainer, critic=critic
     )
     words = types.SimpleNamespace(stop_tokens=[0], decode=None)
     words.single_tokens = lambda *_: []

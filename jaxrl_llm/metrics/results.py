@@ -1,4 +1,4 @@
-"""What a run has reached, read from its rows of metrics."""
+"""Summarizes the results of a run from its rows of metrics."""
 
 import re
 from collections.abc import Mapping, Sequence

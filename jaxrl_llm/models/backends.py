@@ -67,7 +67,8 @@ class Kernels:
   """
 
   kind: AttentionKind
-  # Of slots, and of KV heads if it has a second axis; None: one device.
+  # Sharding of the slots and, if it has a second axis, of the KV heads. None is
+  # for one device.
   sharding: NamedSharding | None = None
   # Tokens per block of a paged kernel; 0: chosen by shape.
   kv_block: int = 0

@@ -62,7 +62,7 @@ def on_devices(
 
 
 class Queries(NamedTuple):
-  """What attention reads of the queries, besides their vectors."""
+  """Positions and segments of the queries of attention."""
 
   index: Array  # [Q], positions in their row.
   segments: Array  # [R, Q].

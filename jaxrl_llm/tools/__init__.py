@@ -1,1 +1,1 @@
-"""What is done around training: evaluate, generate, report, simulate."""
+"""Tools that no training run imports: evaluation, reports, simulation, ..."""

@@ -1,4 +1,4 @@
-"""Evaluates an `api.Policy` by what samples and judges in a run."""
+"""Evaluates an `api.Policy` with the evaluators of a run, without a learner."""
 
 import contextlib
 import dataclasses
@@ -112,22 +112,23 @@ def evaluations(
   validation.validate(config)
   config = config_lib.with_absolute_paths(config)
   algorithm = core.make_algorithm(config)
-  half = rollouts.make_rollouts(config, algorithm)
+  generating = rollouts.make_components(config, algorithm)
   key = run_key(config.run.seed if seed is None else seed, rollouts.EVALUATION)
-  with contextlib.closing(half.writer.judge), contextlib.closing(half.writer):
-    problems = data.make_problems(config, half.tokenizer, algorithm)
+  writer = generating.writer
+  with contextlib.closing(writer.judge), contextlib.closing(writer):
+    problems = data.make_problems(config, generating.tokenizer, algorithm)
     values = None
     if critic or search:
-      values = _critic_values(policy, config, algorithm, half)
+      values = _critic_values(policy, config, algorithm, generating)
     how = _make_search(config, search, values) if search else None
-    read = _read_params(policy, half, config.optimizer.policy.frozen)
-    params = half.transfer.send(read, 0).params
+    read = _read_params(policy, generating, config.optimizer.policy.frozen)
+    params = generating.transfer.send(read, 0).params
     # The sets share the engine and its programs.
-    for one in half.evaluators(config, problems):
-      writer = dataclasses.replace(one.writer, key=key)
-      found = dataclasses.replace(one, writer=writer, search=how)(params)
+    for one in generating.evaluators(config, problems):
+      own = dataclasses.replace(one.writer, key=key)
+      found = dataclasses.replace(one, writer=own, search=how)(params)
       if search:
-        _check_rewards(config, half, found.responses)
+        _check_rewards(config, generating, found.responses)
       if values is not None:
         rollout = found.responses.rollout
         found = dataclasses.replace(found, values=values(rollout))
@@ -135,20 +136,23 @@ def evaluations(
 
 
 def _read_params(
-  policy: Any, half: rollouts.Rollouts, frozen: tuple[str, ...]
+  policy: Any, generating: rollouts.RolloutComponents, frozen: tuple[str, ...]
 ) -> Any:
   """Reads the policy's parameters, with the shardings of the trainer."""
-  shapes = members.make_shapes(half.policy, half.meshes.trainer)
+  shapes = members.make_shapes(generating.policy, generating.meshes.trainer)
   if policy.step is None:
     return model_fns.read_policy_params(
-      policy.directory, shapes, half.policy.config
+      policy.directory, shapes, generating.policy.config
     )
   shapes = models.partition(shapes, frozen)
   return workdir.restore_params(policy.path, policy.step, "policy", shapes)
 
 
 def _critic_values(
-  policy: Any, config: Settings, algorithm: Algorithm, half: rollouts.Rollouts
+  policy: Any,
+  config: Settings,
+  algorithm: Algorithm,
+  generating: rollouts.RolloutComponents,
 ) -> Callable[[Rollout], np.ndarray]:
   """Returns a function that maps responses to values at their last tokens."""
   if policy.step is None or algorithm.critic is None:
@@ -161,10 +165,10 @@ def _critic_values(
   learner = build.make_learner(
     config,
     algorithm,
-    half.policy,
+    generating.policy,
     policy.directory,
-    half.meshes.trainer,
-    critic=half.critic_fns(config, algorithm),
+    generating.meshes.trainer,
+    critic=generating.critic_fns(config, algorithm),
   )
   params = workdir.restore_params(
     policy.path, policy.step, "critic", learner.critic.params
@@ -180,13 +184,13 @@ def _critic_values(
 
 
 def _check_rewards(
-  config: Settings, half: rollouts.Rollouts, responses: Responses
+  config: Settings, generating: rollouts.RolloutComponents, responses: Responses
 ) -> None:
   """Reports rewards outside the interval that a search assumes."""
   low, high = config.reward.incorrect, config.reward.correct
   rewards = responses.rewards[responses.judged]
   if rewards.size and not low <= rewards.min() <= rewards.max() <= high:
-    half.writer.judge.tell(
+    generating.writer.judge.tell(
       f"rewards are {rewards.min():.3g} to {rewards.max():.3g}, but the search"
       " read the critic's values as chances between"
       f" config.reward.incorrect={low:g} and config.reward.correct={high:g};"

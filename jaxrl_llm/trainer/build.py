@@ -56,8 +56,8 @@ def make_run(config: Settings) -> Run:
   validation.validate(config)
   config = config_lib.with_absolute_paths(config)
   algorithm = core.make_algorithm(config)
-  half = rollouts.make_rollouts(config, algorithm)
-  both, policy, tokenizer, _, transfer, writer = half
+  generating = rollouts.make_components(config, algorithm)
+  both, policy, tokenizer, _, transfer, writer = generating
   frozen, frozen_inputs = _make_frozen(config, algorithm, tokenizer, both)
   source, problems = data.make_prompts(config, tokenizer, algorithm)
   _check_columns(source, algorithm)
@@ -71,14 +71,14 @@ def make_run(config: Settings) -> Run:
     policy,
     base_models.model_path(config),
     both.trainer,
-    critic=half.critic_fns(config, algorithm),
+    critic=generating.critic_fns(config, algorithm),
     column=source.column,
     frozen=frozen,
     views=_make_views(algorithm, source, tokenizer),
-    sampler_logprobs=_make_exact_score(config, half),
+    sampler_logprobs=_make_exact_score(config, generating),
   )
   worker = make_worker(config, writer, source, algorithm)
-  evaluators = half.evaluators(config, problems)
+  evaluators = generating.evaluators(config, problems)
   if best := config.checkpoint.best:
     tries = config.eval.samples, *config.eval.pass_k
     check_metric(best, evaluators, tries, greedy=config.eval.greedy)
@@ -124,7 +124,7 @@ def _make_views(
 
 
 def _make_exact_score(
-  config: Settings, half: rollouts.Rollouts
+  config: Settings, generating: rollouts.RolloutComponents
 ) -> Callable[..., Any] | None:
   """Makes `Scorer.sampler_logprobs` for exact sampling."""
   if not config.sampler.exact:
@@ -132,9 +132,9 @@ def _make_exact_score(
 
   def exact_score(params: models.Params, rollout: Rollout) -> np.ndarray:
     # Sends the parameters again, to detect wrong ones in the sampler.
-    sent = half.transfer.send(params, 0).params
-    settings = half.writer.settings
-    return score(half.engine, sent, rollout, settings=settings)
+    sent = generating.transfer.send(params, 0).params
+    settings = generating.writer.settings
+    return score(generating.engine, sent, rollout, settings=settings)
 
   return exact_score
 

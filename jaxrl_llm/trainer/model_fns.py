@@ -18,20 +18,19 @@ from jaxrl_llm.trainer.meshes import Meshes
 
 
 def read_model(
-  config: Settings, path: str, *, before: int = 0
+  config: Settings, path: str
 ) -> tuple[models.ModelConfig, Tokenizer]:
   """Reads the architecture and the tokenizer of a model.
 
   Args:
     config: settings of the run, whose samples must fit its context.
     path: directory of the model.
-    before: maximum number of tokens that it reads before a prompt.
 
   Raises:
     InputError: The model cannot be read, or cannot read the samples.
   """
   model_config, tokenizer = hf.read_config(path), Tokenizer(path)
-  data.check_context(config, model_config, tokenizer, before=before)
+  data.check_context(config, model_config, tokenizer)
   unused = tokenizer.unused(model_config.vocab_size)
   return dataclasses.replace(model_config, unused=unused), tokenizer
 

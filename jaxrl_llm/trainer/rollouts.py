@@ -1,4 +1,4 @@
-"""What samples, judges and evaluates: the half of a run without training."""
+"""Builds the components of a run that generate and judge responses."""
 
 import dataclasses
 import math
@@ -26,8 +26,11 @@ from jaxrl_llm.trainer import data, meshes, model_fns, sampler
 ROLLOUTS, EVALUATION, PRETRAINING = 1, 2, 3
 
 
-class Rollouts(NamedTuple):
-  """What samples, judges and evaluates: the half of a run without training."""
+class RolloutComponents(NamedTuple):
+  """The components that generate and judge responses, and evaluate with them.
+
+  Training adds the learner and the training prompts, see `build.make_run`.
+  """
 
   meshes: meshes.Meshes
   policy: models.ModelFns
@@ -71,8 +74,10 @@ class Rollouts(NamedTuple):
     return [Evaluator(**one._asdict(), writer=writer) for one in problems]
 
 
-def make_rollouts(config: Settings, algorithm: Algorithm) -> Rollouts:
-  """Builds the half of a run that samples and judges; loads no weights.
+def make_components(
+  config: Settings, algorithm: Algorithm
+) -> RolloutComponents:
+  """Builds the components that generate and judge; loads no weights.
 
   Args:
     config: a validated config with absolute paths.
@@ -101,7 +106,7 @@ def make_rollouts(config: Settings, algorithm: Algorithm) -> Rollouts:
     data.make_conversation_config(config, tokenizer),
   )
   transfer = sampler.make_transfer(policy, shapes, both)
-  return Rollouts(both, policy, tokenizer, engine, transfer, writer)
+  return RolloutComponents(both, policy, tokenizer, engine, transfer, writer)
 
 
 def _make_judge(config: Settings, tokenizer: Tokenizer) -> Judge:

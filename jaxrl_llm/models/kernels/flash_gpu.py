@@ -35,7 +35,7 @@ _Carry = tuple[Array, Array, Array]  # See `softmax_start`.
 
 
 class _Shape(NamedTuple):
-  """What the programs of a kernel are compiled for."""
+  """Static sizes of a kernel; each combination compiles a program."""
 
   block: int  # Queries and keys per block.
   window: int | None
