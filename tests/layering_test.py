@@ -24,6 +24,11 @@ _LEVELS = _L0, _L1, _, _L3, _L4 = _above[::-1]
 _ENDS = ("", ".py")  # A module is a folder or a file.
 _MATHEMATICS = {"estimators", "losses"}
 _NUMERIC = {"jax", "numpy", "chex"}
+# Terms of reinforcement learning, which models must not contain.
+_RL_WORDS = {
+  *("advantage", "advantages", "behavior", "gae"),
+  *("reward", "rewards", "rollout", "rollouts"),
+}
 # Libraries that only the given modules may import.
 _KEPT_BY = {
   "flax": {"models"},
@@ -150,9 +155,11 @@ def test_the_lowest_rooms_need_only_jax_and_each_other():
     assert not _faults(files, _rooms, _L0 | (_MATHEMATICS & {room}))
 
 
-def test_models_know_no_reinforcement_learning():
+def test_models_know_no_words_of_reinforcement_learning():
   files = _files(*_in_package({"models"}))
+  words = lambda p: set(re.findall(r"[a-z]+", p.read_text("utf-8").lower()))
   assert not _faults(files, _rooms, _L0 | {"models", "sharding"})
+  assert not _faults(files, lambda path: words(path) & _RL_WORDS)
 
 
 def test_presets_and_keys_need_no_library():
@@ -167,3 +174,18 @@ def test_what_starts_quickly_leaves_jax_alone():
   # Wrong flags are reported without delay; workers import nothing else.
   code = "import sys, jaxrl_llm.config, jaxrl_llm.rewards.pool"
   programs.finish("-c", f"{code}; sys.exit('jax' in sys.modules)")
+
+
+def test_config_files_import_only_the_defaults():
+  # A config file is loaded by its path, so it cannot import its siblings.
+  assert not _faults(_files("configs"), _rooms, {"config"})
+  assert not _faults(_files("configs"), _libraries, {"ml_collections"})
+
+
+def test_scripts_leave_models_and_optimizers_to_the_library():
+  # The shipped bases are trained with a separate schedule.
+  allowed = {"pretraining": {"optax"}}
+  found = lambda path: _libraries(path) & {"flax", "optax"}
+  assert not _faults(
+    _files("scripts"), lambda path: found(path) - allowed.get(path.stem, set())
+  )
