@@ -6,8 +6,8 @@
 Half of the episodes are healthy. An alarm is right if it names a broken host
 after it broke; every other alarm counts as wrong. Prints a table of detectors
 and profiles, and F1 by the number of hosts. The detector's settings were chosen
-on `fleets` and `jobs`, with seeds from 2,000,000 on and 0 to 47; `sites` was
-looked at as well (docs/reliability.md).
+on `fleets`, `units`, `unseen` and `jobs`, with seeds from 2,000,000 on and 0 to
+47; `sites` was looked at as well (docs/reliability.md).
 """
 
 import functools
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from helpers import denoiser, fleet_jobs, fleets
+from helpers import denoiser, fleet_jobs, fleet_variants, fleets
 from parts import program
 
 from jaxrl_llm import fleet
@@ -26,6 +26,8 @@ _SIZES = (4, 8, 16, 32, 64, 128, 256, 512)  # Hosts.
 _VAE, _JOINT = 3.2, 0.6  # Thresholds of other detectors.
 SIMULATORS = {
   "fleets": fleets.episode,
+  "units": fleet_variants.units,
+  "unseen": fleet_variants.unseen,
   "jobs": fleet_jobs.jobs,
   "sites": fleet_jobs.sites,
 }
@@ -148,7 +150,8 @@ def test_the_denoiser_finds_broken_hosts():
 @pytest.mark.parametrize(
   ("simulator", "hard", "least", "silent"),
   [
-    *(("fleets", True, 0.88, 0.95), ("jobs", False, 0.92, 0.95)),
+    *(("fleets", True, 0.88, 0.95), ("units", True, 0.88, 0.95)),
+    *(("unseen", False, 0.95, 0.95), ("jobs", False, 0.92, 0.95)),
     *(("jobs", True, 0.88, 0.9), ("sites", True, 0.75, 0.95)),
   ],
 )
